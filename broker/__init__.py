@@ -1,0 +1,1 @@
+"""The broker: admits, queues, routes, leases, relays. Never looks into a payload."""

@@ -1,0 +1,47 @@
+"""What must be true of a ledger after every event (pure; used by tests and by `scripts/walk`, never while serving)."""
+
+from broker import policy
+from broker.ledger import Ledger
+from broker.records import Phase
+
+
+def check(ledger: Ledger) -> None:
+    """Raises AssertionError that names the rule which is broken."""
+    waiting = {id for model in ledger.models.values() for id in model.line}
+    active: dict[bytes, int] = {}
+    for worker in ledger.workers.values():
+        assert len(worker.leases) <= worker.facts.slots, "a worker holds more leases than it has slots"
+        assert len(worker.leases) * worker.longest <= worker.facts.kv_tokens or not worker.leases, "KV memory overbooked"
+        for id, lease in worker.leases.items():
+            if lease.stopping_at is None:
+                active[id] = active.get(id, 0) + 1
+                request = ledger.requests.get(id)
+                assert request is not None, "a wanted lease without its request"
+                assert request.worker == worker.peer and request.attempt == lease.attempt, "lease and request disagree"
+    for id, request in ledger.requests.items():
+        assert (id in waiting) == (request.phase is Phase.WAITING), f"{request.phase} and the line disagree"
+        assert (active.get(id, 0) == 1) == (request.phase is Phase.RUNNING), f"{request.phase} and the leases disagree"
+        assert (request.worker is not None) == (request.phase is Phase.RUNNING), "a worker outside of RUNNING"
+        assert id in ledger.models[request.model].requests, "a request without a place"
+        assert id in ledger.by_api.get(request.api, ()), "a request outlived its api"
+        assert not request.streaming or request.phase is Phase.RUNNING, "streaming and not running"
+        assert request.deaths < 2, "a request survived two deaths"
+    assert waiting <= ledger.requests.keys(), "somebody waits who is no request"
+    assert sum(len(model.requests) for model in ledger.models.values()) == len(ledger.requests), "places leaked"
+    assert sum(len(ids) for ids in ledger.by_api.values()) == len(ledger.requests), "api index leaked"
+    assert len(ledger._deadlines) <= 2 * len(ledger.requests), "deadlines leaked"
+    for model in ledger.models.values():
+        _check_model(ledger, model.name)
+
+
+def _check_model(ledger: Ledger, name: str) -> None:
+    model = ledger.models[name]
+    assert len(model.line) == len(set(model.line)), "somebody waits twice"
+    arrivals = [(-ledger.requests[id].priority, ledger.requests[id].arrival) for id in model.line]
+    assert arrivals == sorted(arrivals), "the line is out of order"
+    if model.line and ledger.may_run_more(model):
+        head = ledger.requests[next(iter(model.line))]
+        able = [worker for worker in ledger.workers_of(name) if not worker.leaving]
+        assert policy.choose_worker(able, head) is None, "somebody waits while a worker could take him"
+    if isinstance(ledger._settings.max_inflight, int):
+        assert ledger.inflight(name) <= ledger._settings.max_inflight, "more run than the operator allows"

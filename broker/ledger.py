@@ -1,0 +1,395 @@
+"""The only file that moves a request (pure: events and `now` in, effects out).
+
+Rules. (1) A request is in one phase, RESERVED -> WAITING -> RUNNING, or back from RUNNING to WAITING when its worker was lost
+before its first relayed TOKENS, and ends exactly once, by _end(). (2) Its place lasts as long as it does; a lease lasts until
+the worker says DONE or is gone, so a cancelled request is over at once for its client while its slot comes back later.
+(3) Nobody waits while a worker could take him: every event that frees something ends in _dispatch(). (4) What a worker says
+counts only under a lease with the same attempt. (5) A death is charged to the requests that ran under it; two end a request.
+"""
+
+from collections.abc import Iterable
+
+from broker import policy
+from broker.deadlines import Deadlines
+from broker.records import Effect, Lease, Model, Phase, Relay, Request, ToApi, ToWorker, Worker
+from broker.settings import BrokerSettings
+from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Stop, Submit, WorkerFacts
+from common.ids import PeerId, RequestId
+from common.outcomes import Outcome
+
+MAX_DEATHS = 2
+# After its start the broker knows nothing until pool and workers have come back to it (REJOIN_S, a connect, a HELLO).
+ASSEMBLY_S = 5.0
+
+
+class Ledger:
+    """All requests, leases and workers of one broker life."""
+
+    def __init__(self, settings: BrokerSettings, now: float) -> None:
+        self._settings = settings
+        self._born_at = now
+        self.models: dict[str, Model] = {}
+        self.requests: dict[RequestId, Request] = {}
+        self.workers: dict[PeerId, Worker] = {}
+        self.by_api: dict[PeerId, dict[RequestId, None]] = {}
+        self.draining = False
+        self.tokens_served = {"prompt": 0, "cached": 0, "completion": 0}
+        self._deadlines: Deadlines[tuple[str, RequestId]] = Deadlines()
+        self._arrivals = 0
+        self._dispatches = 0
+
+    # -- what is there
+
+    def workers_of(self, model: str) -> list[Worker]:
+        """Workers with a live session, leaving ones too."""
+        return [worker for worker in self.workers.values() if worker.facts.model == model]
+
+    def max_inflight(self, model: Model) -> int:
+        """Requests of a model that may run at once: what the operator set, else the planned slots."""
+        if isinstance(self._settings.max_inflight, int):
+            return self._settings.max_inflight
+        if model.plan is not None:
+            return model.plan.workers * model.plan.slots
+        return sum(worker.facts.slots for worker in self.workers_of(model.name))
+
+    def may_run_more(self, model: Model) -> bool:
+        """Whether the operator's limit leaves room; without one the workers' slots are the limit, planned or not."""
+        limit = self._settings.max_inflight
+        return not isinstance(limit, int) or self.inflight(model.name) < limit
+
+    def inflight(self, model: str) -> int:
+        """Leases held, those of ended requests too."""
+        return sum(len(worker.leases) for worker in self.workers_of(model))
+
+    def next_deadline(self) -> float | None:
+        """When advance() has something to do."""
+        return self._deadlines.next_at()
+
+    # -- the api's side
+
+    def reserve(self, api: PeerId, message: Reserve, now: float) -> list[Effect]:
+        """Places for all of message.requests, or none."""
+        model = self.models.setdefault(message.model, Model(message.model))
+        outcome = self._refusal(model, message, now)
+        if outcome is not None:
+            model.refused[outcome] = model.refused.get(outcome, 0) + 1
+            self._forget_if_empty(model)
+            return [ToApi(api, self._rejected(message.requests[0], outcome, model, now))]
+        for id in message.requests:
+            request = Request(id, api, message.label, model.name, message.priority, message.key, now)
+            self.requests[id] = model.requests[id] = request
+            self.by_api.setdefault(api, {})[id] = None
+            self._deadlines.set(("reservation", id), now + self._settings.reservation_timeout)
+        prints = {worker.facts.fingerprint for worker in self.workers_of(model.name) if not worker.leaving}
+        return [ToApi(api, Reserved(message.requests[0], prints.pop() if len(prints) == 1 else ""))]
+
+    def release(self, api: PeerId, ids: Iterable[RequestId], now: float) -> list[Effect]:
+        """Reserved places come back; those of submitted or unknown requests stay as they are."""
+        for id in ids:
+            request = self.requests.get(id)
+            if request is not None and request.api == api and request.phase is Phase.RESERVED:
+                self._end(request, None, now)
+        return []
+
+    def submit(self, api: PeerId, message: Submit, payload: bytes, now: float) -> list[Effect]:
+        """The prompt for a reserved place: into the line."""
+        request = self.requests.get(message.request)
+        if request is None or request.api != api:
+            return [ToApi(api, Rejected(message.request, Outcome.NOT_RESERVED, 0))]
+        if request.phase is not Phase.RESERVED:
+            return [ToApi(api, Rejected(message.request, Outcome.DUPLICATE, 0))]
+        request.payload = payload
+        request.prompt_tokens, request.max_tokens = message.prompt_tokens, message.max_tokens
+        request.prefix, request.fingerprint = message.prefix, message.fingerprint
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        request.submitted_at = now
+        self._deadlines.drop(("reservation", request.id))
+        self._deadlines.set(("total", request.id), request.reserved_at + self._settings.request_timeout)
+        self._wait(request, now)
+        model = self.models[request.model]
+        return self._dispatch(model, now) + self._end_hopeless(model, now)
+
+    def cancel(self, api: PeerId, id: RequestId, now: float) -> list[Effect]:
+        """Nobody waits for it any more. Idempotent; somebody else's request is not touched."""
+        request = self.requests.get(id)
+        if request is None or request.api != api:
+            return []
+        return self._close(request, Outcome.CANCELLED, now)
+
+    def cancel_label(self, label: str, now: float) -> tuple[int, list[Effect]]:
+        """An operator ends all requests with this label; how many there were."""
+        found = [request for request in self.requests.values() if request.label == label]
+        return len(found), [effect for request in found for effect in self._close(request, Outcome.CANCELLED, now)]
+
+    def api_lost(self, api: PeerId, now: float) -> list[Effect]:
+        """An API process is gone: so are its clients."""
+        effects: list[Effect] = []
+        touched = set()
+        for id in list(self.by_api.pop(api, ())):
+            request = self.requests[id]
+            touched.add(request.model)
+            effects += self._stop_lease(request, now)
+            self._end(request, Outcome.CANCELLED, now)
+        for name in touched & self.models.keys():
+            effects += self._dispatch(self.models[name], now)
+        return effects
+
+    # -- the workers' side
+
+    def worker_joined(self, peer: PeerId, name: str, facts: WorkerFacts, now: float) -> list[Effect]:
+        """A worker with its model loaded."""
+        assert peer not in self.workers
+        self.workers[peer] = Worker(peer, name, facts)
+        model = self.models.setdefault(facts.model, Model(facts.model))
+        return self._dispatch(model, now)
+
+    def worker_leaving(self, peer: PeerId, now: float) -> list[Effect]:
+        """It takes no new work and finishes what it has."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            return []
+        worker.leaving = True
+        return self._end_hopeless(self.models[worker.facts.model], now)
+
+    def worker_lost(self, peer: PeerId, now: float, *, charge: bool = True) -> list[Effect]:
+        """All its slots go with it. charge: a death, and not a session that ended or a worker that was asked to go."""
+        worker = self.workers.pop(peer, None)
+        if worker is None:
+            return []
+        effects: list[Effect] = []
+        for id, lease in worker.leases.items():
+            if lease.stopping_at is not None:
+                continue
+            request = self.requests[id]
+            request.worker = None
+            request.deaths += charge
+            if request.streaming:
+                effects += self._close(request, Outcome.WORKER_LOST, now, dispatch=False)
+            elif request.deaths >= MAX_DEATHS:
+                effects += self._close(request, Outcome.POISONED, now, dispatch=False)
+            else:
+                self._wait(request, now)
+        model = self.models[worker.facts.model]
+        effects += self._dispatch(model, now)
+        return effects + self._end_hopeless(model, now)
+
+    def dispatch_failed(self, peer: PeerId, id: RequestId, now: float) -> list[Effect]:
+        """A DISPATCH could not be handed over: the request goes back uncharged, the worker is lost."""
+        worker = self.workers.get(peer)
+        lease = worker.leases.get(id) if worker else None
+        if worker is not None and lease is not None:
+            del worker.leases[id]
+            if lease.stopping_at is None:
+                request = self.requests[id]
+                request.worker = None
+                self._wait(request, now)
+        return self.worker_lost(peer, now)
+
+    def started(self, peer: PeerId, id: RequestId, attempt: int) -> list[Effect]:
+        """Shape and grammar accepted."""
+        request = self._wanted(peer, id, attempt)
+        return [Relay(request.api)] if request else []
+
+    def tokens(self, peer: PeerId, id: RequestId, attempt: int) -> list[Effect]:
+        """Pieces for the client. The first ones end the chance of a second attempt, so the payload can go."""
+        request = self._wanted(peer, id, attempt)
+        if request is None:
+            return []
+        if not request.streaming:
+            request.streaming = True
+            request.payload = b""
+        return [Relay(request.api)]
+
+    def done(self, peer: PeerId, message: Done, now: float) -> list[Effect]:
+        """The one place where a slot comes back from a live worker."""
+        worker = self.workers.get(peer)
+        lease = worker.leases.get(message.request) if worker else None
+        if worker is None or lease is None or lease.attempt != message.attempt:
+            return []
+        del worker.leases[message.request]
+        self.tokens_served["prompt"] += message.prompt_tokens
+        self.tokens_served["cached"] += message.cached_tokens
+        self.tokens_served["completion"] += message.completion_tokens
+        effects: list[Effect] = []
+        if lease.stopping_at is None:
+            request = self.requests[message.request]
+            effects.append(Relay(request.api))
+            self._end(request, message.outcome, now)
+        return effects + self._dispatch(self.models[worker.facts.model], now)
+
+    # -- the pool, the operator, time
+
+    def planned(self, plans: Iterable[ModelPlan], now: float) -> list[Effect]:
+        """The pool's plan, whole. A model that left it has no workers to hope for."""
+        effects: list[Effect] = []
+        by_name = {plan.model: plan for plan in plans}
+        for name in by_name.keys() | self.models.keys():
+            model = self.models.setdefault(name, Model(name))
+            model.plan = by_name.get(name)
+            effects += self._dispatch(model, now) + self._end_hopeless(model, now)
+        return effects
+
+    def drain(self) -> None:
+        """Refuse what is new; what has a place goes on."""
+        self.draining = True
+
+    def advance(self, now: float) -> list[Effect]:
+        """Deadlines that have come."""
+        effects: list[Effect] = []
+        for kind, id in list(self._deadlines.due(now)):
+            request = self.requests.get(id)
+            if request is None:
+                continue
+            if kind == "reservation":
+                effects.append(ToApi(request.api, Rejected(id, Outcome.NOT_RESERVED, 0)))
+                self._end(request, None, now)
+            elif kind == "queue":
+                effects += self._close(request, Outcome.QUEUE_TIMEOUT, now)
+            else:
+                effects += self._close(request, Outcome.REQUEST_TIMEOUT, now)
+        return effects
+
+    def stopping_too_long(self, now: float) -> list[Worker]:
+        """Workers that were told to stop a request long ago and have not: they are stuck, whatever else they say."""
+        limit = now - self._settings.stuck
+        return [
+            worker
+            for worker in self.workers.values()
+            if any(lease.stopping_at is not None and lease.stopping_at < limit for lease in worker.leases.values())
+        ]
+
+    # -- inside
+
+    def _refusal(self, model: Model, message: Reserve, now: float) -> Outcome | None:
+        if self.draining:
+            return Outcome.DRAINING
+        if any(id in self.requests for id in message.requests) or len(set(message.requests)) != len(message.requests):
+            return Outcome.DUPLICATE
+        hopeless = self._hopeless(model, now)
+        if hopeless is not None:
+            return hopeless
+        return policy.admit(
+            len(model.requests), len(message.requests), self.max_inflight(model), self._settings.max_queue
+        )
+
+    def _hopeless(self, model: Model, now: float) -> Outcome | None:
+        """Why nobody will ever serve this model as things stand; None: somebody does or is coming."""
+        if any(not worker.leaving for worker in self.workers_of(model.name)):
+            return None
+        if model.plan is None:
+            return None if now - self._born_at < ASSEMBLY_S else Outcome.NO_WORKER
+        if model.plan.state == "failed":
+            return Outcome.MODEL_FAILED
+        return Outcome.NO_WORKER if model.plan.workers == 0 else None
+
+    def _end_hopeless(self, model: Model, now: float) -> list[Effect]:
+        outcome = self._hopeless(model, now)
+        if outcome is None:
+            return []
+        waiting = [self.requests[id] for id in model.line]
+        return [effect for request in waiting for effect in self._close(request, outcome, now, dispatch=False)]
+
+    def _rejected(self, id: RequestId, outcome: Outcome, model: Model, now: float) -> Rejected:
+        if outcome is Outcome.TOO_MANY_PLACES or outcome is Outcome.DUPLICATE:
+            return Rejected(id, outcome, 0)
+        ahead = len(model.requests) - self.max_inflight(model) + 1
+        return Rejected(id, outcome, int(policy.retry_after_s(model.ended_at, max(1, ahead), now) * 1000))
+
+    def _wait(self, request: Request, now: float) -> None:
+        request.phase = Phase.WAITING
+        self.models[request.model].line.add(request.id, request.priority, request.arrival)
+        self._deadlines.set(("queue", request.id), now + self._settings.queue_timeout)
+
+    def _wanted(self, peer: PeerId, id: RequestId, attempt: int) -> Request | None:
+        worker = self.workers.get(peer)
+        lease = worker.leases.get(id) if worker else None
+        if lease is None or lease.attempt != attempt or lease.stopping_at is not None:
+            return None
+        return self.requests[id]
+
+    def _dispatch(self, model: Model, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        workers = [worker for worker in self.workers_of(model.name) if not worker.leaving]
+        while model.line and self.may_run_more(model):
+            choice = self._next_dispatch(model, workers, effects, now)
+            if choice is None:
+                break
+            effects.append(self._lease(*choice, now))
+        return effects
+
+    def _next_dispatch(
+        self, model: Model, workers: list[Worker], effects: list[Effect], now: float
+    ) -> tuple[Request, Worker] | None:
+        """Who goes next, and where. Requests that no worker could ever take end here."""
+        blocked: list[Request] = []
+        unservable: list[tuple[Request, Outcome]] = []
+        choice = None
+        if any(worker.free > 0 for worker in workers):
+            for id in model.line:
+                request = self.requests[id]
+                able = [worker for worker in workers if policy.serves(worker, request)]
+                if not able:
+                    unservable.append((request, Outcome.STALE_MODEL))
+                elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
+                    unservable.append((request, Outcome.TOO_LONG))
+                elif (worker := policy.choose_worker(able, request)) is not None:
+                    choice = request, worker
+                    break
+                else:
+                    blocked.append(request)
+                    if request.passed_over >= policy.MAX_PASSED_OVER or len(blocked) >= policy.LOOKAHEAD:
+                        break
+        for request, outcome in unservable:
+            effects += self._close(request, outcome, now, dispatch=False)
+        if choice is not None:
+            for request in blocked:
+                request.passed_over += 1
+        return choice
+
+    def _lease(self, request: Request, worker: Worker, now: float) -> Effect:
+        self.models[request.model].line.remove(request.id)
+        self._deadlines.drop(("queue", request.id))
+        self._dispatches += 1
+        worker.last_dispatch = self._dispatches
+        request.phase = Phase.RUNNING
+        request.attempt += 1
+        request.worker = worker.peer
+        request.dispatched_at = now
+        worker.leases[request.id] = Lease(request.attempt, request.tokens)
+        return ToWorker(worker.peer, Dispatch(request.id, request.attempt, request.label), request.payload)
+
+    def _close(self, request: Request, outcome: Outcome, now: float, *, dispatch: bool = True) -> list[Effect]:
+        """End a request for a reason of ours: its client is told, its slot, if it has one, is called back."""
+        effects = self._stop_lease(request, now)
+        effects.append(ToApi(request.api, Done(request.id, request.attempt, outcome)))
+        self._end(request, outcome, now)
+        return effects + (self._dispatch(self.models[request.model], now) if dispatch else [])
+
+    def _stop_lease(self, request: Request, now: float) -> list[Effect]:
+        if request.worker is None:
+            return []
+        self.workers[request.worker].leases[request.id].stopping_at = now
+        return [ToWorker(request.worker, Stop(request.id, request.attempt))]
+
+    def _end(self, request: Request, outcome: Outcome | None, now: float) -> None:
+        """The one end. outcome None: only a reservation, which counts as nothing."""
+        model = self.models[request.model]
+        if request.id in model.line:
+            model.line.remove(request.id)
+        del self.requests[request.id], model.requests[request.id]
+        mine = self.by_api.get(request.api)
+        if mine is not None:
+            mine.pop(request.id, None)
+            if not mine:
+                del self.by_api[request.api]
+        for kind in ("reservation", "queue", "total"):
+            self._deadlines.drop((kind, request.id))
+        if outcome is not None:
+            model.finished[outcome] = model.finished.get(outcome, 0) + 1
+            model.ended_at.append(now)
+
+    def _forget_if_empty(self, model: Model) -> None:
+        # Names come from API processes, which check them; still, a name nobody serves must not stay for ever.
+        if model.plan is None and not model.requests and not self.workers_of(model.name):
+            del self.models[model.name]

@@ -1,0 +1,130 @@
+"""The broker's state as one plain map: what /v1/pool, /health/ready, /metrics and `millpond status` are made of (pure).
+
+Shape as the HTTP contract's /v1/pool, plus "models", "draining", "apis", "malformed". Ages are milliseconds.
+"""
+
+from typing import Any
+
+from broker.ledger import Ledger
+from broker.records import Phase
+from broker.roster import PeerRecord, Roster
+from common import __version__
+from common.envelope import Child
+
+
+def snapshot(ledger: Ledger, roster: Roster, max_queue: int, epoch: str, malformed: int, now: float) -> dict[str, Any]:
+    """Values of today's types only (msgpack and JSON take it as it is)."""
+    requests = ledger.requests.values()
+    waiting = [request for request in requests if request.phase is Phase.WAITING]
+    oldest_at = min((request.submitted_at for request in waiting), default=now)
+    refused: dict[str, int] = {}
+    finished: dict[str, int] = {}
+    for model in ledger.models.values():
+        for outcome, count in model.refused.items():
+            refused[outcome.value] = refused.get(outcome.value, 0) + count
+        for outcome, count in model.finished.items():
+            finished[outcome.value] = finished.get(outcome.value, 0) + count
+    return {
+        "workers": _workers(ledger, roster, now),
+        "models": [_model(ledger, name) for name in sorted(ledger.models)],
+        "queue": {
+            "waiting": len(waiting),
+            "reserved": sum(request.phase is Phase.RESERVED for request in requests),
+            "running": sum(request.phase is Phase.RUNNING for request in requests),
+            "oldest_ms": int((now - oldest_at) * 1000),
+        },
+        "limits": {
+            "max_inflight": sum(ledger.max_inflight(model) for model in ledger.models.values()),
+            "max_queue": max_queue,
+        },
+        "refused": refused,
+        "finished": finished,
+        "tokens": dict(ledger.tokens_served),
+        "draining": ledger.draining,
+        "apis": [{"name": record.name, "pid": record.pid} for record in roster.of_role("api")],
+        "pools": len(roster.of_role("pool")),
+        "malformed": malformed,
+        "epoch": epoch,
+        "version": __version__,
+    }
+
+
+def _workers(ledger: Ledger, roster: Roster, now: float) -> list[dict[str, Any]]:
+    rows = [_connected(ledger, record, roster, now) for record in roster.of_role("worker")]
+    names = {row["name"] for row in rows}
+    rows += [_child(child) for child in roster.children.values() if child.name not in names]
+    return sorted(rows, key=lambda row: row["name"])
+
+
+def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, now: float) -> dict[str, Any]:
+    worker = ledger.workers[record.id]
+    report = record.report
+    child = roster.children.get(record.name)
+    state = "draining" if worker.leaving else "stuck" if record in roster.stuck() else "ready"
+    return {
+        "name": record.name,
+        "pid": record.pid,
+        "host": record.host,
+        "model": worker.facts.model,
+        "state": state,
+        "lanes": list(worker.facts.lanes),
+        "abilities": list(worker.facts.abilities),
+        "slots": worker.facts.slots,
+        "running": len(worker.leases),
+        "kv_tokens": worker.facts.kv_tokens,
+        "kv_tokens_used": len(worker.leases) * worker.longest,
+        "memory": dict(report.memory) if report else {},
+        "step_age_ms": report.step_age_ms if report else 0,
+        "heard_ms": int((now - record.heard_at) * 1000),
+        "restarts": child.restarts if child else 0,
+        "blas": worker.facts.blas,
+    }
+
+
+def _child(child: Child) -> dict[str, Any]:
+    state = {"ready": "loading", "backoff": "failed", "stopping": "draining"}.get(child.state, child.state)
+    return {
+        "name": child.name,
+        "pid": child.pid,
+        "host": "",
+        "model": child.model,
+        "state": state,
+        "lanes": [],
+        "abilities": [],
+        "slots": 0,
+        "running": 0,
+        "kv_tokens": 0,
+        "kv_tokens_used": 0,
+        "memory": {},
+        "step_age_ms": 0,
+        "restarts": child.restarts,
+        "exit": child.exit,
+        "log": list(child.log),
+    }
+
+
+def _model(ledger: Ledger, name: str) -> dict[str, Any]:
+    model = ledger.models[name]
+    workers = [worker for worker in ledger.workers_of(name) if not worker.leaving]
+    facts = workers[0].facts if workers else None
+    if workers:
+        state = "ready"
+    elif model.plan is None or (model.plan.workers == 0 and model.plan.state != "failed"):
+        state = "none"
+    else:
+        state = "failed" if model.plan.state == "failed" else "starting"
+    return {
+        "name": name,
+        "state": state,
+        "workers": len(workers),
+        "planned_workers": model.plan.workers if model.plan else len(workers),
+        "slots": sum(worker.facts.slots for worker in workers),
+        "running": ledger.inflight(name),
+        "waiting": len(model.line),
+        "places": len(model.requests),
+        "max_inflight": ledger.max_inflight(model),
+        "context": facts.context if facts else (model.plan.context if model.plan else 0),
+        "lanes": list(facts.lanes) if facts else [],
+        "abilities": list(facts.abilities) if facts else [],
+        "fingerprint": facts.fingerprint if facts else "",
+    }

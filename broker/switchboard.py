@@ -1,0 +1,225 @@
+"""From message to ledger and roster (pure: bytes and `now` in, effects out).
+
+Knows which role may say what and nothing of sockets. A peer's mistake (no HELLO, wrong role, bytes that are no message) is
+counted and answered with REFUSED; only the sender's own session suffers from it.
+"""
+
+import msgpack
+
+from broker.ledger import Ledger
+from broker.records import Answer, Effect, Hangup, Note, ToPool
+from broker.roster import PeerRecord, Roster
+from broker.settings import BrokerSettings
+from broker.snapshot import snapshot
+from common import __version__
+from common.envelope import (
+    Admin,
+    AdminReply,
+    Cancel,
+    Done,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    Order,
+    PoolState,
+    Refused,
+    Release,
+    Report,
+    Reserve,
+    Snapshot,
+    Started,
+    Status,
+    Submit,
+    Tokens,
+    Welcome,
+    decode,
+)
+from common.errors import ProtocolError
+from common.ids import PeerId
+
+HEARTBEAT_MS = 1000
+FRONT_ROLES = frozenset({"api", "command"})
+
+_ALLOWED: dict[str, tuple[type, ...]] = {
+    "api": (Reserve, Release, Submit, Cancel, Status, Report, Heartbeat, Goodbye),
+    "worker": (Started, Tokens, Done, Report, Heartbeat, Goodbye),
+    "pool": (PoolState, Report, Heartbeat, Goodbye),
+    "command": (Status, Admin, Heartbeat, Goodbye),
+}
+
+
+class Switchboard:
+    """One broker life: its ledger, its roster, its epoch."""
+
+    def __init__(self, settings: BrokerSettings, epoch: str, now: float) -> None:
+        self._settings = settings
+        self.epoch = epoch
+        self.ledger = Ledger(settings, now)
+        self.roster = Roster(settings.silence, settings.stuck)
+        self.malformed = 0
+
+    # -- what the loop reports
+
+    def receive(self, front: bool, peer: PeerId, envelope: bytes, payload: bytes, now: float) -> list[Effect]:
+        """A message came in by the front (apis, commands) or the back (workers, pool)."""
+        try:
+            message = decode(envelope)
+        except ProtocolError as error:
+            return self._mistake(peer, str(error), now)
+        if isinstance(message, Hello):
+            return self._hello(front, peer, message, now)
+        record = self.roster.peers.get(peer)
+        if record is None:
+            return [Hangup(peer, "say HELLO first")]
+        if not isinstance(message, _ALLOWED[record.role]):
+            return self._mistake(peer, f"{type(message).__name__} from a peer of role {record.role}", now)
+        record.heard_at = now
+        return self._act(record, message, payload, now)
+
+    def malformed_frames(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
+        """Not even two frames."""
+        return self._mistake(peer, reason, now)
+
+    def undeliverable(self, peer: PeerId, message: Message | None, now: float) -> list[Effect]:
+        """A send failed: the peer is gone, or takes nothing any more. message None: what failed was a relayed one."""
+        record = self.roster.peers.get(peer)
+        if record is None:
+            return []
+        from common.envelope import Dispatch
+
+        effects: list[Effect] = []
+        if isinstance(message, Dispatch):
+            effects += self.ledger.dispatch_failed(peer, message.request, now)
+        return effects + self._lost(record, "does not take messages", now, kill=True)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Deadlines, silence, stuck engines."""
+        effects = self.ledger.advance(now)
+        for record in self.roster.silent(now):
+            effects += self._lost(record, f"silent for {now - record.heard_at:.1f} s", now, kill=True)
+        for record in self.roster.stuck():
+            assert record.report is not None
+            effects += self._lost(record, f"engine stuck for {record.report.step_age_ms / 1000:.1f} s", now, kill=True)
+        for worker in self.ledger.stopping_too_long(now):
+            effects += self._lost(self.roster.peers[worker.peer], "does not stop a request", now, kill=True)
+        return effects
+
+    def snapshot(self, now: float) -> dict[str, object]:
+        """As broker/snapshot describes it."""
+        return snapshot(self.ledger, self.roster, self._settings.max_queue, self.epoch, self.malformed, now)
+
+    # -- inside
+
+    def _act(self, record: PeerRecord, message: Message, payload: bytes, now: float) -> list[Effect]:
+        ledger, peer = self.ledger, record.id
+        match message:
+            case Tokens():
+                return ledger.tokens(peer, message.request, message.attempt)
+            case Heartbeat():
+                return []
+            case Report():
+                record.report, record.reported_at = message, now
+                return []
+            case Reserve():
+                return ledger.reserve(peer, message, now)
+            case Submit():
+                return ledger.submit(peer, message, payload, now)
+            case Started():
+                return ledger.started(peer, message.request, message.attempt)
+            case Done():
+                return ledger.done(peer, message, now)
+            case Cancel():
+                return ledger.cancel(peer, message.request, now)
+            case Release():
+                return ledger.release(peer, message.requests, now)
+            case Status():
+                return [Answer(Snapshot(message.question), msgpack.packb(self.snapshot(now)))]
+            case PoolState():
+                return self._pool_state(message, now)
+            case Goodbye():
+                return self._goodbye(record, message, now)
+            case Admin():
+                return self._admin(message, now)
+        raise AssertionError(f"{type(message).__name__} is allowed and has no case")
+
+    def _hello(self, front: bool, peer: PeerId, hello: Hello, now: float) -> list[Effect]:
+        if peer in self.roster.peers:
+            return self._mistake(peer, "HELLO twice", now)
+        if front != (hello.role in FRONT_ROLES):
+            return self._mistake(peer, f"role {hello.role} on the wrong socket", now)
+        if hello.version != __version__:
+            return [Hangup(peer, f"version {hello.version}, the broker is {__version__}")]
+        if (hello.worker is not None) != (hello.role == "worker"):
+            return self._mistake(peer, "worker facts and role do not agree", now)
+        effects: list[Effect] = [Answer(Welcome(self.epoch, HEARTBEAT_MS))]
+        for older in self.roster.replaces(hello):
+            effects += self._lost(older, "replaced by a newer session", now, charge=older.pid != hello.pid)
+        self.roster.join(peer, hello, now)
+        effects.append(Note(f"{hello.role} joined", {"name": hello.name, "pid": hello.pid}))
+        if hello.worker is not None:
+            effects += self.ledger.worker_joined(peer, hello.name, hello.worker, now)
+        return effects
+
+    def _pool_state(self, state: PoolState, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for record in self.roster.exited(state.children):
+            effects += self._lost(record, "its process ended", now)
+        return effects + self.ledger.planned(state.models, now)
+
+    def _goodbye(self, record: PeerRecord, message: Goodbye, now: float) -> list[Effect]:
+        note = Note(f"{record.role} leaves", {"name": record.name, "reason": message.reason})
+        if record.role == "worker":
+            # It stays connected while it finishes what it has; a second GOODBYE says that it is done.
+            if self.ledger.workers[record.id].leaving:
+                return self._lost(record, "left", now, charge=False)
+            return [note, *self.ledger.worker_leaving(record.id, now)]
+        return self._lost(record, "left", now)
+
+    def _admin(self, message: Admin, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        match message.action:
+            case "drain" if not message.target:
+                self.ledger.drain()
+                text = "new requests are refused"
+            case "cancel":
+                count, effects = self.ledger.cancel_label(message.target, now)
+                text = f"{count} requests cancelled"
+                if count == 0:
+                    return [Answer(AdminReply(message.question, False, f"no request {message.target!r}"))]
+            case _ if not self.roster.of_role("pool"):
+                return [Answer(AdminReply(message.question, False, "there is no pool to carry it out"))]
+            case "restart" | "scale" | "stop" | "drain":
+                action = "stop" if message.action == "drain" else message.action
+                effects = [ToPool(Order(action, message.target, message.count, "asked by a command"))]
+                text = f"{message.action} ordered"
+        return [*effects, Answer(AdminReply(message.question, True, text))]
+
+    def _mistake(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
+        self.malformed += 1
+        record = self.roster.peers.get(peer)
+        if record is None:
+            return [Hangup(peer, reason), Note("a peer's mistake", {"reason": reason})]
+        return self._lost(record, reason, now, kill=True)
+
+    def _lost(
+        self, record: PeerRecord, reason: str, now: float, *, charge: bool = True, kill: bool = False
+    ) -> list[Effect]:
+        """A session is over: whoever it was drops everything on REFUSED; a worker that does not react is killed."""
+        if self.roster.leave(record.id) is None:
+            return []
+        effects: list[Effect] = [Hangup(record.id, reason)]
+        if record.role != "command":
+            effects.append(Note(f"{record.role} lost", {"name": record.name, "pid": record.pid, "reason": reason}))
+        if record.role == "worker":
+            effects += self.ledger.worker_lost(record.id, now, charge=charge)
+            if kill:
+                effects.append(ToPool(Order("kill", record.name, record.pid, reason)))
+        elif record.role == "api":
+            effects += self.ledger.api_lost(record.id, now)
+        return effects
+
+
+def refusal(reason: str) -> Refused:
+    """The REFUSED of a Hangup."""
+    return Refused(reason[:512])

@@ -1,0 +1,229 @@
+"""A peer of the broker over one DEALER: the non-blocking shell round common/session, for every process but the broker.
+
+Owns the socket, the session and the reconnecting under fresh identities. Never blocks, never sleeps and starts no thread:
+the owner polls fileno() (which changes after every Dropped), and calls pump() when it is readable, after sending, and at
+least every TICK_S. BrokerClient adds blocking question and answer for commands.
+"""
+
+import os
+import secrets
+import socket as _socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import msgspec
+import zmq
+
+from common import __version__, sockets
+from common.envelope import Admin, AdminReply, Hello, Message, Snapshot, Status, WorkerFacts, decode, encode
+from common.errors import MillpondError, ProtocolError
+from common.session import Effect, Joined, Lost, Send, Session
+
+TICK_S = 0.25
+# After a session ended: long enough not to spin on a broker that refuses, short enough to be back within its restart.
+REJOIN_S = 0.2
+# Messages taken per pump, so that a flood cannot keep the owner from its other work.
+DRAIN = 512
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The session ended (reason); what came through it is void. fileno() changes now."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message of a live session."""
+
+    message: Message
+    payload: bytes
+
+
+Event = Joined | Dropped | Received
+
+
+def hello(role: str, name: str, worker: WorkerFacts | None = None) -> Hello:
+    """This process's HELLO."""
+    return Hello(__version__, role, name, os.getpid(), _socket.gethostname(), worker)  # type: ignore[arg-type]
+
+
+class Peer:
+    """One peer over many sessions."""
+
+    def __init__(
+        self, context: zmq.Context, endpoint: str, greeting: Hello, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self.greeting = greeting
+        self._clock = clock
+        self._rejoin_at = 0.0
+        self._unsent_hello: Message | None = None
+        self.malformed = 0
+        self._pending: list[Event] = []
+        self._socket = sockets.dealer(context, endpoint)
+        self._new_session()
+
+    @property
+    def live(self) -> bool:
+        """Whether messages may be sent."""
+        return self._session.live
+
+    @property
+    def epoch(self) -> str:
+        """The broker's life that this session belongs to."""
+        return self._session.epoch
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading; edge-triggered, so pump() until backlog() is False."""
+        return self._socket.fileno()
+
+    @property
+    def socket(self) -> zmq.Socket:
+        """The socket, for a zmq.Poller."""
+        return self._socket
+
+    def greet_as(self, worker: WorkerFacts) -> None:
+        """What the next HELLO says of this worker."""
+        self.greeting = msgspec.structs.replace(self.greeting, worker=worker)
+
+    def send(self, message: Message, payload: bytes = b"") -> bool:
+        """Hand a message over. False: there is no live session (any more); Dropped comes from the next pump()."""
+        if not self._session.live:
+            return False
+        return self._give(encode(message), payload)
+
+    def send_encoded(self, envelope: bytes, payload: bytes) -> bool:
+        """As send(), for an envelope that is bytes already."""
+        return self._session.live and self._give(envelope, payload)
+
+    def backlog(self) -> bool:
+        """Whether more waits than the last pump() took."""
+        return sockets.readable(self._socket)
+
+    def pump(self) -> list[Event]:
+        """Take what waits, keep the session alive, come back under a new identity when it is over."""
+        now = self._clock()
+        events, self._pending = self._pending, []
+        if self._session.state == "over":
+            if now < self._rejoin_at:
+                return events
+            self._new_session()
+        if self._unsent_hello is not None:
+            self._say_hello()
+        for _ in range(DRAIN):
+            frames = sockets.receive(self._socket)
+            if frames is None:
+                break
+            try:
+                envelope, payload = sockets.envelope_and_payload(frames)
+                message = decode(envelope)
+            except ProtocolError:
+                self.malformed += 1
+                continue
+            events += self._carry_out(self._session.heard(message, now))
+            if self._session.state == "over":
+                return events
+            if self._session.live:
+                events.append(Received(message, payload))
+        events += self._carry_out(self._session.tick(now))
+        return events
+
+    def close(self, linger_ms: int = sockets.PEER_LINGER_MS) -> None:
+        """Close the socket; what was handed over still leaves within linger_ms."""
+        self._socket.close(linger_ms)
+
+    def _new_session(self) -> None:
+        self._session = Session(self.greeting)
+        (effect,) = self._session.open(self._clock())
+        assert isinstance(effect, Send)
+        self._unsent_hello = effect.message
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        # IMMEDIATE makes this fail until the connection stands; the session's own deadline bounds the tries.
+        assert self._unsent_hello is not None
+        try:
+            sockets.send(self._socket, [encode(self._unsent_hello), b""])
+            self._unsent_hello = None
+        except sockets.WouldBlock:
+            return
+
+    def _give(self, envelope: bytes, payload: bytes) -> bool:
+        try:
+            sockets.send(self._socket, [envelope, payload])
+        except sockets.WouldBlock:
+            self._pending += self._carry_out(self._session.end("the broker takes no more"))
+            return False
+        self._session.sent(self._clock())
+        return True
+
+    def _carry_out(self, effects: list[Effect]) -> list[Event]:
+        events: list[Event] = []
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._give(encode(effect.message), b"")
+            elif isinstance(effect, Lost):
+                # The fresh socket is there at once, so that fileno() is never stale; it says HELLO after REJOIN_S.
+                self._socket.close(0)
+                self._socket = sockets.dealer(self._context, self._endpoint)
+                self._unsent_hello = None
+                self._rejoin_at = self._clock() + REJOIN_S
+                events.append(Dropped(effect.reason))
+            else:
+                events.append(effect)
+        return events
+
+
+class BrokerClient:
+    """Blocking questions to the broker, for commands and tests. Raises NoBroker when nobody answers in time."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self._context = sockets.context()
+        self._peer = Peer(self._context, endpoint, hello("command", name))
+
+    def __enter__(self) -> "BrokerClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._peer.close(0)
+        self._context.term()
+
+    def snapshot(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The broker's snapshot (broker/snapshot describes it)."""
+        question = secrets.token_bytes(16)
+        for event in self._ask(Status(question), timeout_s):
+            if isinstance(event.message, Snapshot) and event.message.question == question:
+                return msgpack.unpackb(event.payload)
+        raise NoBroker(f"the broker did not answer within {timeout_s:g} s")
+
+    def admin(self, action: str, target: str = "", count: int = 0, timeout_s: float = 5.0) -> AdminReply:
+        """Ask for an administrative act; the reply says whether it was done."""
+        question = secrets.token_bytes(16)
+        for event in self._ask(Admin(question, action, target, count), timeout_s):  # type: ignore[arg-type]
+            if isinstance(event.message, AdminReply) and event.message.question == question:
+                return event.message
+        raise NoBroker(f"the broker did not answer within {timeout_s:g} s")
+
+    def _ask(self, message: Message, timeout_s: float) -> Iterator[Received]:
+        deadline = time.monotonic() + timeout_s
+        asked = False
+        while (left := deadline - time.monotonic()) > 0:
+            if not asked and self._peer.live:
+                asked = self._peer.send(message)
+            for event in self._peer.pump():
+                if isinstance(event, Dropped):
+                    asked = False
+                elif isinstance(event, Received):
+                    yield event
+            if asked or not self._peer.live:
+                self._peer.socket.poll(min(left, 0.05) * 1000)
+
+
+class NoBroker(MillpondError):
+    """No broker answers at this endpoint."""

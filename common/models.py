@@ -1,0 +1,68 @@
+"""Which models an instance serves, and the fingerprint of how their prompts are made.
+
+MILLPOND_MODEL reaches the child processes as name=FOLDER entries that exist; `serve` has resolved defaults, hub ids and
+downloads before. The fingerprint covers what turns messages into token ids, so that ids rendered for one tokenizer are
+never given to a model with another.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.settings import Parser
+
+FINGERPRINT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json")
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """One served model: its public id and where it comes from (a folder, or a hub id before `serve` resolved it)."""
+
+    name: str
+    source: str
+
+    @property
+    def folder(self) -> Path:
+        """The source as a folder."""
+        return Path(self.source)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.source}"
+
+
+def parse_model(text: str) -> ModelChoice:
+    """PATH, hub id, or name=either. Raises ValueError for empty parts."""
+    name, equals, source = text.partition("=")
+    if not equals:
+        name, source = "", text
+    source = source.strip()
+    name = name.strip() or (Path(source).name if Path(source).expanduser().is_dir() else source)
+    if not source or not name or len(name) > 256 or not name.isprintable():
+        raise ValueError
+    return ModelChoice(name, source)
+
+
+MODEL = Parser(parse_model, "a model folder, a Hugging Face id, or name=either")
+
+
+def check_folder(model: ModelChoice) -> None:
+    """Raises ConfigError unless the folder looks like a model: config.json, tokenizer.json, weights."""
+    folder = model.folder
+    if not folder.is_dir():
+        raise ConfigError(f"model {model.name!r}: there is no folder {folder}; give a model folder or a Hugging Face id")
+    for needed in ("config.json", "tokenizer.json"):
+        if not (folder / needed).is_file():
+            raise ConfigError(f"model {model.name!r}: {folder} has no {needed}, so it is not an MLX model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model {model.name!r}: {folder} has no *.safetensors weights, so it is not an MLX model folder")
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hex digits over the files that make prompts. Raises OSError."""
+    digest = hashlib.sha256()
+    for name in FINGERPRINT_FILES:
+        path = folder / name
+        if path.is_file():
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]

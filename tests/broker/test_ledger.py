@@ -1,0 +1,276 @@
+"""Admission, order, places and slots: the ledger's rules one by one."""
+
+import pytest
+
+from broker import invariants, policy
+from broker.ledger import ASSEMBLY_S, Ledger
+from broker.records import Effect, Relay, ToApi, ToWorker
+from broker.settings import BrokerSettings
+from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Stop, Submit, WorkerFacts
+from common.outcomes import Outcome
+
+API = b"api"
+
+
+def id_(number: int) -> bytes:
+    return b"%016d" % number
+
+
+class Book:
+    """A ledger that is checked after every event."""
+
+    def __init__(self, slots: int = 2, workers: int = 1, kv_tokens: int = 10_000, **settings: object) -> None:
+        self.ledger = Ledger(BrokerSettings(**settings), 0.0)  # type: ignore[arg-type]
+        self.now = 0.0
+        for number in range(workers):
+            self.join(b"w%d" % number, slots, kv_tokens)
+
+    def join(self, peer: bytes, slots: int = 2, kv_tokens: int = 10_000, fingerprint: str = "print") -> list[Effect]:
+        facts = WorkerFacts("m", fingerprint, slots, kv_tokens, 1, 1000, ["batched"], [])
+        return self.seen(self.ledger.worker_joined(peer, peer.decode(), facts, self.now))
+
+    def seen(self, effects: list[Effect]) -> list[Effect]:
+        invariants.check(self.ledger)
+        return effects
+
+    def reserve(self, *numbers: int, priority: int = 0, api: bytes = API) -> object:
+        message = Reserve([id_(n) for n in numbers], "label", "m", priority, "")
+        (effect,) = self.seen(self.ledger.reserve(api, message, self.now))
+        assert isinstance(effect, ToApi)
+        return effect.message
+
+    def submit(self, number: int, tokens: int = 30, fingerprint: str = "print", **more: object) -> list[Effect]:
+        self.reserve(number, **more)  # type: ignore[arg-type]
+        return self.send(number, tokens, fingerprint)
+
+    def send(self, number: int, tokens: int = 30, fingerprint: str = "print") -> list[Effect]:
+        message = Submit(id_(number), tokens - 10, 10, b"", fingerprint)
+        return self.seen(self.ledger.submit(API, message, b"p%d" % number, self.now))
+
+    def done(self, number: int, peer: bytes = b"w0", attempt: int = 1) -> list[Effect]:
+        return self.seen(self.ledger.done(peer, Done(id_(number), attempt, Outcome.STOP), self.now))
+
+    def waiting(self) -> list[int]:
+        return [int(id) for id in self.ledger.models["m"].line]
+
+
+def dispatched(effects: list[Effect]) -> list[tuple[int, int, bytes]]:
+    return [
+        (int(e.message.request), e.message.attempt, e.peer)
+        for e in effects
+        if isinstance(e, ToWorker) and isinstance(e.message, Dispatch)
+    ]
+
+
+def ends(effects: list[Effect]) -> dict[int, Outcome]:
+    return {int(e.message.request): e.message.outcome for e in effects if isinstance(e, ToApi) and isinstance(e.message, Done)}
+
+
+def test_places_are_inflight_plus_queue_counted_from_reserve() -> None:
+    book = Book(slots=2, max_queue=1)
+    assert isinstance(book.reserve(1), Reserved)
+    assert isinstance(book.reserve(2, 3), Reserved)
+    assert book.reserve(4) == Rejected(id_(4), Outcome.QUEUE_FULL, 2000)
+    book.seen(book.ledger.release(API, [id_(1)], 0.0))
+    assert isinstance(book.reserve(4), Reserved)
+
+
+def test_several_places_are_given_all_or_none() -> None:
+    book = Book(slots=2, max_queue=1)
+    book.reserve(1)
+    assert book.reserve(2, 3, 4) == Rejected(id_(2), Outcome.QUEUE_FULL, 2000)
+    assert len(book.ledger.requests) == 1
+
+
+def test_more_places_than_there_will_ever_be_is_not_a_matter_of_time() -> None:
+    assert Book(slots=2, max_queue=1).reserve(1, 2, 3, 4) == Rejected(id_(1), Outcome.TOO_MANY_PLACES, 0)
+
+
+def test_the_planned_slots_bound_admission_while_workers_restart() -> None:
+    book = Book(workers=0, max_queue=0)
+    book.ledger.planned([ModelPlan("m", 2, 2, "starting", 1000, 0)], 0.0)
+    assert [type(book.reserve(n)) for n in range(5)] == [Reserved] * 4 + [Rejected]
+    assert dispatched(book.send(0)) == []
+    assert [d[0] for d in dispatched(book.join(b"w0"))] == [0]
+
+
+def test_the_operators_limit_bounds_what_runs() -> None:
+    book = Book(slots=4, max_inflight=1, max_queue=3)
+    assert len(dispatched(book.submit(1))) == 1
+    assert dispatched(book.submit(2)) == []
+    assert dispatched(book.done(1)) == [(2, 1, b"w0")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "outcome"),
+    [
+        (None, Outcome.NO_WORKER),
+        (ModelPlan("m", 0, 2, "starting", 1000, 0), Outcome.NO_WORKER),
+        (ModelPlan("m", 1, 2, "failed", 1000, 0), Outcome.MODEL_FAILED),
+    ],
+)
+def test_a_model_that_nobody_will_serve_is_refused_at_once(plan: ModelPlan | None, outcome: Outcome) -> None:
+    book = Book(workers=0)
+    book.now = ASSEMBLY_S
+    if plan is not None:
+        book.ledger.planned([plan], book.now)
+    answer = book.reserve(1)
+    assert isinstance(answer, Rejected) and answer.outcome is outcome and answer.retry_after_ms == 2000
+
+
+def test_a_young_broker_queues_until_pool_and_workers_are_back() -> None:
+    book = Book(workers=0, max_inflight=2)
+    assert dispatched(book.submit(1)) == []
+    assert dispatched(book.join(b"w0")) == [(1, 1, b"w0")]
+
+
+def test_when_the_last_hope_goes_everybody_who_waits_is_told() -> None:
+    book = Book(slots=1)
+    book.ledger.planned([ModelPlan("m", 1, 4, "ready", 1000, 0)], 0.0)
+    book.submit(1)
+    book.submit(2)
+    book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    assert book.waiting() == [1, 2]
+    effects = book.seen(book.ledger.planned([ModelPlan("m", 1, 4, "failed", 1000, 0)], 1.0))
+    assert ends(effects) == {1: Outcome.MODEL_FAILED, 2: Outcome.MODEL_FAILED}
+
+
+def test_priority_then_arrival() -> None:
+    book = Book(slots=1, max_queue=9)
+    book.submit(1)
+    for number, priority in ((2, 0), (3, 5), (4, -1), (5, 5), (6, 0)):
+        book.submit(number, priority=priority)
+    order = []
+    running = 1
+    while book.ledger.requests:
+        (running, _, _), *rest = dispatched(book.done(running)) or [(0, 0, b"")]
+        order.append(running)
+    assert order == [3, 5, 2, 6, 4, 0]
+
+
+def test_work_goes_where_the_smallest_share_is_taken() -> None:
+    book = Book(workers=0)
+    book.join(b"w0", slots=4)
+    book.join(b"w1", slots=2)
+    peers = [dispatched(book.submit(n))[0][2] for n in range(6)]
+    assert sorted(peers) == [b"w0"] * 4 + [b"w1"] * 2
+    assert set(peers[:2]) == {b"w0", b"w1"}
+
+
+def test_kv_memory_is_rows_times_the_longest_row() -> None:
+    book = Book(slots=4, kv_tokens=100)
+    assert dispatched(book.submit(1, tokens=40))
+    assert dispatched(book.submit(2, tokens=50))
+    assert dispatched(book.submit(3, tokens=30)) == []
+    assert dispatched(book.done(2)) == [(3, 1, b"w0")]
+
+
+def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
+    book = Book(slots=2, kv_tokens=100, max_queue=99)
+    book.submit(1, tokens=40)
+    book.submit(2, tokens=90)
+    assert book.waiting() == [2]
+    for number in range(10, 10 + policy.MAX_PASSED_OVER):
+        assert dispatched(book.submit(number, tokens=40)) == [(number, 1, b"w0")]
+        book.done(number)
+    assert dispatched(book.submit(50, tokens=40)) == []
+    assert dispatched(book.done(1)) == [(2, 1, b"w0")]
+
+
+def test_what_fits_no_empty_worker_is_refused() -> None:
+    book = Book(kv_tokens=100)
+    assert ends(book.submit(1, tokens=101)) == {1: Outcome.TOO_LONG}
+
+
+def test_ids_of_another_tokenizer_are_never_dispatched() -> None:
+    book = Book()
+    assert ends(book.submit(1, fingerprint="old")) == {1: Outcome.STALE_MODEL}
+    book.join(b"w1", fingerprint="old")
+    assert dispatched(book.submit(2, fingerprint="old"))[0][2] == b"w1"
+
+
+def test_a_cancelled_request_is_over_while_its_slot_is_not() -> None:
+    book = Book(slots=1)
+    book.submit(1)
+    effects = book.seen(book.ledger.cancel(API, id_(1), 0.0))
+    assert effects == [ToWorker(b"w0", Stop(id_(1), 1)), ToApi(API, Done(id_(1), 1, Outcome.CANCELLED))]
+    assert dispatched(book.submit(2)) == []
+    assert book.seen(book.ledger.tokens(b"w0", id_(1), 1)) == []
+    assert dispatched(book.done(1)) == [(2, 1, b"w0")]
+    assert book.seen(book.ledger.cancel(API, id_(1), 0.0)) == []
+
+
+def test_nobody_cancels_another_apis_request() -> None:
+    book = Book()
+    book.submit(1)
+    assert book.seen(book.ledger.cancel(b"other", id_(1), 0.0)) == [] and id_(1) in book.ledger.requests
+
+
+def test_a_death_before_the_first_piece_is_retried_in_front_and_after_it_is_an_error() -> None:
+    book = Book(slots=2, max_queue=9)
+    book.submit(1)
+    book.submit(2)
+    book.submit(3)
+    book.seen(book.ledger.started(b"w0", id_(1), 1))
+    assert book.seen(book.ledger.tokens(b"w0", id_(2), 1)) == [Relay(API)]
+    effects = book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    assert ends(effects) == {2: Outcome.WORKER_LOST}
+    assert book.waiting() == [1, 3]
+    effects = book.join(b"w1")
+    assert dispatched(effects) == [(1, 2, b"w1"), (3, 1, b"w1")]
+    assert next(e.payload for e in effects if isinstance(e, ToWorker)) == b"p1"
+
+
+def test_two_deaths_end_a_request() -> None:
+    book = Book()
+    book.submit(1)
+    book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    book.join(b"w1")
+    assert ends(book.seen(book.ledger.worker_lost(b"w1", 0.0))) == {1: Outcome.POISONED}
+
+
+def test_a_session_that_ends_is_no_death() -> None:
+    book = Book()
+    book.submit(1)
+    for number in range(5):
+        book.seen(book.ledger.worker_lost(b"w%d" % number, 0.0, charge=False))
+        book.join(b"w%d" % (number + 1))
+    assert book.ledger.requests[id_(1)].deaths == 0
+
+
+def test_deadlines() -> None:
+    book = Book(slots=1, queue_timeout=5.0, request_timeout=20.0, reservation_timeout=3.0)
+    book.reserve(9)
+    book.submit(1)
+    book.submit(2)
+    assert book.seen(book.ledger.advance(2.9)) == []
+    assert book.seen(book.ledger.advance(3.0)) == [ToApi(API, Rejected(id_(9), Outcome.NOT_RESERVED, 0))]
+    assert ends(book.seen(book.ledger.advance(5.0))) == {2: Outcome.QUEUE_TIMEOUT}
+    effects = book.seen(book.ledger.advance(20.0))
+    assert ends(effects) == {1: Outcome.REQUEST_TIMEOUT} and ToWorker(b"w0", Stop(id_(1), 1)) in effects
+    assert book.ledger.next_deadline() is None
+
+
+def test_a_submit_without_a_reservation_or_a_second_one_is_rejected() -> None:
+    book = Book()
+    assert book.send(1) == [ToApi(API, Rejected(id_(1), Outcome.NOT_RESERVED, 0))]
+    book.submit(2)
+    assert book.send(2) == [ToApi(API, Rejected(id_(2), Outcome.DUPLICATE, 0))]
+
+
+def test_retry_after_follows_the_drain_rate_within_its_bounds() -> None:
+    from collections import deque
+
+    assert policy.retry_after_s(deque(), 5, 100.0) == policy.RETRY_UNMEASURED_S
+    every_half_second = deque(100.0 - 0.5 * n for n in range(20, 0, -1))
+    assert policy.retry_after_s(every_half_second, 10, 100.0) == pytest.approx(5.0)
+    assert policy.retry_after_s(every_half_second, 1, 100.0) == 1.0
+    assert policy.retry_after_s(every_half_second, 1000, 100.0) == 60.0
+    assert policy.retry_after_s(every_half_second, 10, 1000.0) == policy.RETRY_UNMEASURED_S
+
+
+def test_names_that_nobody_serves_are_not_kept() -> None:
+    book = Book(workers=0)
+    book.now = ASSEMBLY_S
+    book.reserve(1)
+    assert book.ledger.models == {}
