@@ -18,7 +18,19 @@ import msgspec
 import zmq
 
 from common import __version__, sockets
-from common.envelope import Admin, AdminReply, Hello, Message, Snapshot, Status, WorkerFacts, decode, encode
+from common.envelope import (
+    Admin,
+    AdminReply,
+    Heartbeat,
+    Hello,
+    Message,
+    Snapshot,
+    Status,
+    Welcome,
+    WorkerFacts,
+    decode,
+    encode,
+)
 from common.errors import MillpondError, ProtocolError
 from common.session import Effect, Joined, Lost, Send, Session
 
@@ -38,7 +50,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Received:
-    """A message of a live session."""
+    """A message of a live session; what keeps the session itself (WELCOME, HEARTBEAT, REFUSED) is not among them."""
 
     message: Message
     payload: bytes
@@ -129,7 +141,7 @@ class Peer:
             events += self._carry_out(self._session.heard(message, now))
             if self._session.state == "over":
                 return events
-            if self._session.live:
+            if self._session.live and not isinstance(message, Welcome | Heartbeat):
                 events.append(Received(message, payload))
         events += self._carry_out(self._session.tick(now))
         return events
