@@ -10,9 +10,6 @@ import sys
 import time
 from typing import Any
 
-_RESERVED = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}
-
-
 class TextFormat(logging.Formatter):
     """2026-11-29 19:04:29.123 broker    info  worker joined worker=demo-0 slots=16"""
 
@@ -62,13 +59,14 @@ def start(process: str, level: str = "info", form: str = "text") -> logging.Logg
 logger = logging.getLogger("millpond")
 
 
-def event(words: str, level: int = logging.INFO, **fields: Any) -> None:
+def event(words: str, level: int = logging.INFO, /, **fields: Any) -> None:
     """Log one event with its fields: event("worker joined", worker="demo-0")."""
-    logger.log(level, words, extra=fields)
+    # In one attribute: "name" and others are the record's own.
+    logger.log(level, words, extra={"fields": fields})
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in record.__dict__.items() if name not in _RESERVED}
+    return getattr(record, "fields", {})
 
 
 def _word(value: Any) -> str:

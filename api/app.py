@@ -1,0 +1,79 @@
+"""Putting the API together: create_app() for gunicorn.
+
+Called once in each API process, after the fork. Knows every part and none of their work. Invariant: nothing here talks to
+the broker before the event loop runs.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import falcon.asgi
+
+from api import routes
+from api.broker_link import BrokerLink
+from api.generate import Generation
+from api.middleware import Edge, Lifecycle
+from api.resources.chat import Chat
+from api.resources.health import Health, Ready
+from api.resources.models import Models
+from api.resources.pool import Pool
+from api.responses import RequestError
+from api.served import read_model
+from api.settings import ApiSettings
+from common import logs
+from common.runtime import runtime
+from common.settings import load
+
+
+class MillpondApi(Edge):
+    """The whole ASGI application, and the parts its process's end needs."""
+
+    def __init__(self, app: falcon.asgi.App, settings: ApiSettings, lifecycle: Lifecycle, link: BrokerLink) -> None:
+        def count(error: RequestError) -> None:
+            link.refused[str(error.status)] += 1
+
+        super().__init__(app, settings, lifecycle, count)
+        self.settings = settings
+        self.lifecycle = lifecycle
+        self.link = link
+
+
+def create_app() -> MillpondApi:
+    """The application of this process. Raises ConfigError."""
+    settings = load(ApiSettings, os.environ)
+    logs.start("api", settings.log_level, settings.log_format)
+    return build(settings)
+
+
+def build(settings: ApiSettings) -> MillpondApi:
+    """The application for these settings. Raises ConfigError."""
+    models = {choice.name: read_model(choice) for choice in settings.model}
+    link = BrokerLink(runtime(settings.port, settings.runtime).front, f"api-{os.getpid()}")
+    threads = ThreadPoolExecutor(settings.prompt_threads, "prompt")
+    lifecycle = Lifecycle(link.start, lambda: _stop(link, threads))
+    generation = Generation(models, link, threads, settings.max_prompt)
+    app = falcon.asgi.App()
+    app.add_error_handler(Exception, _leave_to_the_edge)
+    resources: dict[routes.Route, Any] = {
+        routes.CHAT: Chat(generation, settings),
+        routes.MODELS: (entries := Models(models, link)),
+        routes.MODEL: entries,
+        routes.HEALTH: Health(link),
+        routes.READY: Ready(link, lifecycle),
+        routes.POOL: Pool(link),
+    }
+    for route, resource in resources.items():
+        app.add_route(route.path, resource)
+    return MillpondApi(app, settings, lifecycle, link)
+
+
+def _stop(link: BrokerLink, threads: ThreadPoolExecutor) -> None:
+    link.stop()
+    threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _leave_to_the_edge(
+    req: falcon.asgi.Request, resp: falcon.asgi.Response, error: Exception, params: dict[str, Any]
+) -> NoReturn:
+    raise error

@@ -1,0 +1,217 @@
+"""A reply's bytes: the whole object, and the chunks of a stream (pure).
+
+One ChatFormat per client request holds what all its bytes share (id, created, model, fingerprint), encoded once, so that a
+content chunk costs one encoding of its text. Knows the contract's §7 and nothing of tickets. Invariant: the texts of a
+stream's chunks, joined, are the whole reply's texts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from api.sse import DONE, event, json_text
+from common.generation import CONTENT, REASONING, TOOL_CALL, Piece, Summary, TokenLogprob
+
+_encode = msgspec.json.Encoder().encode
+_ENDING = b'},"finish_reason":null,"logprobs":null}]'
+
+
+@dataclass
+class Choice:
+    """One choice of a whole reply, gathered from its pieces."""
+
+    index: int
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list["Call"] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, pieces: Iterable[Piece], new_call_id: "NewCallId") -> None:
+        """Take the next pieces."""
+        for piece in pieces:
+            self.logprobs += piece.logprobs
+            if piece.channel == CONTENT:
+                self.content.append(piece.text)
+            elif piece.channel == REASONING:
+                self.reasoning.append(piece.text)
+            else:
+                if piece.call >= len(self.calls):
+                    self.calls.append(Call(new_call_id(self.index, piece.call), piece.name))
+                self.calls[piece.call].arguments.append(piece.text)
+
+
+@dataclass
+class Call:
+    """One tool call of a choice."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class NewCallId:
+    """Ids of tool calls, made from the reply's random id so that none repeats; stable within one reply."""
+
+    def __init__(self, reply_id: str) -> None:
+        self._stem = reply_id.removeprefix("chatcmpl-")[:20]
+
+    def __call__(self, choice: int, call: int) -> str:
+        return f"call_{self._stem}{choice:02x}{call:02x}"
+
+
+def usage_object(summaries: Iterable[Summary]) -> dict[str, Any]:
+    """OpenAI's usage for all choices together; the prompt, which they share, counts once."""
+    gathered = list(summaries)
+    prompt = max((summary.prompt_tokens for summary in gathered), default=0)
+    completion = sum(summary.completion_tokens for summary in gathered)
+    accepted = sum(summary.accepted_draft_tokens for summary in gathered)
+    rejected = sum(summary.rejected_draft_tokens for summary in gathered)
+    details = {"reasoning_tokens": sum(summary.reasoning_tokens for summary in gathered)}
+    if accepted or rejected:
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": max((summary.cached_tokens for summary in gathered), default=0)},
+        "completion_tokens_details": details,
+    }
+
+
+def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
+    """OpenAI's logprobs of one choice or chunk."""
+    if not logprobs:
+        return None
+    return {
+        "content": [
+            {
+                "token": chosen.token,
+                "logprob": chosen.logprob,
+                "bytes": chosen.bytes,
+                "top_logprobs": [
+                    {"token": rival.token, "logprob": rival.logprob, "bytes": rival.bytes} for rival in chosen.top
+                ],
+            }
+            for chosen in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+class ChatFormat:
+    """The bytes of one chat reply."""
+
+    def __init__(self, reply_id: str, created: int, model: str, fingerprint: str) -> None:
+        self._id, self._created, self._model, self._fingerprint = reply_id, created, model, fingerprint
+        self.call_ids = NewCallId(reply_id)
+        head = (
+            f'"id":{_text(reply_id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)},"choices":['
+        )
+        self._head = b"data: {" + head.encode()
+        self._tail = b',"system_fingerprint":' + json_text(fingerprint) + b"}\n\n"
+        self._end = _ENDING + self._tail
+        self._content: dict[int, bytes] = {}
+        self._named: set[tuple[int, int]] = set()
+
+    def role(self, choice: int) -> bytes:
+        """The chunk that opens a choice."""
+        return self._chunk(choice, b'"role":"assistant","content":""')
+
+    def pieces(self, choice: int, pieces: Iterable[Piece]) -> bytes:
+        """The chunks of these pieces, in order."""
+        return b"".join([self._piece(choice, piece) for piece in pieces])
+
+    def finish(self, choice: int, reason: str) -> bytes:
+        """The chunk that ends a choice."""
+        ending = b'{"index":%d,"delta":{},"finish_reason":%b,"logprobs":null}]' % (choice, json_text(reason))
+        return self._head + ending + self._tail
+
+    def usage(self, summaries: Iterable[Summary]) -> bytes:
+        """The chunk with the whole request's usage, and the end of the stream."""
+        return self._head + b'],"usage":' + _encode(usage_object(summaries)) + self._tail + DONE
+
+    def error(self, body: bytes) -> bytes:
+        """The event of a stream that fails after its 200."""
+        return event(body)
+
+    def whole(self, choices: Iterable[Choice], summaries: Iterable[Summary]) -> bytes:
+        """The reply as one object."""
+        return _encode(
+            {
+                "id": self._id,
+                "object": "chat.completion",
+                "created": self._created,
+                "model": self._model,
+                "choices": [
+                    {
+                        "index": choice.index,
+                        "message": _message(choice),
+                        "finish_reason": choice.finish_reason,
+                        "logprobs": logprobs_object(choice.logprobs),
+                    }
+                    for choice in choices
+                ],
+                "usage": usage_object(summaries),
+                "system_fingerprint": self._fingerprint,
+            }
+        )
+
+    def _piece(self, choice: int, piece: Piece) -> bytes:
+        if piece.channel == CONTENT and not piece.logprobs:
+            if not piece.text:
+                return b""
+            start = self._content.get(choice)
+            if start is None:
+                start = self._content[choice] = self._head + b'{"index":%d,"delta":{"content":' % choice
+            return start + json_text(piece.text) + self._end
+        return self._uncommon_piece(choice, piece)
+
+    def _uncommon_piece(self, choice: int, piece: Piece) -> bytes:
+        if piece.channel == TOOL_CALL:
+            return self._tool_call(choice, piece)
+        name = b'"content":' if piece.channel == CONTENT else b'"reasoning_content":'
+        if not piece.text and not piece.logprobs:
+            return b""
+        return self._chunk(choice, name + json_text(piece.text), piece.logprobs)
+
+    def _tool_call(self, choice: int, piece: Piece) -> bytes:
+        call: dict[str, Any] = {"index": piece.call}
+        if (choice, piece.call) not in self._named:
+            self._named.add((choice, piece.call))
+            call |= {"id": self.call_ids(choice, piece.call), "type": "function"}
+            call["function"] = {"name": piece.name, "arguments": piece.text}
+        else:
+            call["function"] = {"arguments": piece.text}
+        return self._chunk(choice, b'"tool_calls":[' + _guarded(_encode(call)) + b"]", piece.logprobs)
+
+    def _chunk(self, choice: int, delta: bytes, logprobs: list[TokenLogprob] | None = None) -> bytes:
+        shown = _guarded(_encode(logprobs_object(logprobs))) if logprobs else b"null"
+        ending = b'},"finish_reason":null,"logprobs":%b}]' % shown
+        return self._head + b'{"index":%d,"delta":{' % choice + delta + ending + self._tail
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    content = "".join(choice.content)
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not choice.calls else None}
+    if choice.reasoning:
+        message["reasoning_content"] = "".join(choice.reasoning)
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(call.arguments)}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _text(text: str) -> str:
+    return json_text(text).decode()
+
+
+def _guarded(encoded: bytes) -> bytes:
+    # As json_text() does, for objects: these bytes can only stand inside their strings.
+    for found, escape in ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")):
+        encoded = encoded.replace(found, escape)
+    return encoded

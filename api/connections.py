@@ -1,0 +1,115 @@
+"""The open connections of one API process, and the bounds the server does not set itself.
+
+gunicorn's protocol class with three additions: who is connected, a deadline for a first request's headers, and an end for
+connections that take nothing any more. Knows sockets, not requests. Invariant: a protocol is in `open` exactly between
+connection_made and connection_lost.
+"""
+
+import asyncio
+import socket
+from typing import Any
+
+from gunicorn.asgi.protocol import ASGIProtocol
+from gunicorn.workers import gasgi
+
+# What the kernel takes for a client that reads slowly: small, so that the bound on a stream's pieces is real.
+SEND_BUFFER = 65536
+
+
+class Connections:
+    """All connections of this process."""
+
+    def __init__(self, header_timeout_s: float, stall_timeout_s: float) -> None:
+        self.header_timeout_s = header_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.open: set["Connection"] = set()
+
+    def install(self) -> None:
+        """Make the worker use these; it looks the class up by name in its module for each connection."""
+        connections = self
+
+        class Tracked(Connection):
+            """Bound to this process's connections."""
+
+            def __init__(self, worker: Any) -> None:
+                super().__init__(worker, connections)
+
+        gasgi.ASGIProtocol = Tracked
+
+    def close_idle(self) -> None:
+        """Close those between two requests and those that never sent one."""
+        for connection in list(self.open):
+            connection.close_if_idle()
+
+    def abort_all(self) -> None:
+        """Reset what is left, whatever it holds."""
+        for connection in list(self.open):
+            connection.transport.abort()
+
+
+class Connection(ASGIProtocol):
+    """One connection."""
+
+    def __init__(self, worker: Any, connections: Connections) -> None:
+        super().__init__(worker)
+        self._connections = connections
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._unsent = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._connections.open.add(self)
+        loop = asyncio.get_running_loop()
+        self._headers_due = loop.call_later(self._connections.header_timeout_s, self._headers_are_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.open.discard(self)
+        for timer in (self._headers_due, self._stall):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_progress()
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is being served."""
+        if self._awaiting_request and not self._finishing_calls and not self._closed:
+            self._keepalive_timeout()
+
+    def _close_transport(self) -> None:
+        super()._close_transport()
+        # A closed connection still waits for its client to take what is buffered.
+        self._watch_progress()
+
+    def _headers_are_late(self) -> None:
+        if self.req_count <= 1 and self._current_request is None:
+            self.close_if_idle()
+
+    def _watch_progress(self) -> None:
+        if self._stall is None and self.transport is not None and not self._conn_lost_handled:
+            self._unsent = self.transport.get_write_buffer_size()
+            if self._unsent:
+                loop = asyncio.get_running_loop()
+                self._stall = loop.call_later(self._connections.stall_timeout_s, self._judge_progress)
+
+    def _judge_progress(self) -> None:
+        self._stall = None
+        if self._conn_lost_handled:
+            return
+        if self.transport.get_write_buffer_size() >= self._unsent:
+            self.transport.abort()
+        else:
+            self._watch_progress()
+
+
+def bound_listeners(sockets: list[Any], stall_timeout_s: float) -> None:
+    """Options that accepted connections inherit."""
+    for listener in sockets:
+        listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        listener.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT") and listener.sock.family != socket.AF_UNIX:
+            timeout_ms = int(stall_timeout_s * 1000)
+            listener.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

@@ -1,0 +1,83 @@
+"""The `messages` of a chat, checked one by one (pure).
+
+Owns what a message may hold. Errors name the field `messages` and, in their text, the message's index. Invariant: what
+comes out has a string role, content that is a string, null or a list of text parts, and no other key that is null.
+"""
+
+from typing import Any
+
+from api.fields import refuse, shown
+from api.responses import RequestError
+
+_MEDIA = {
+    "image_url": "image",
+    "image": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio": "audio",
+    "file": "file",
+    "input_file": "file",
+    "video": "video",
+    "video_url": "video",
+}
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation ready for a template. Raises RequestError."""
+    if not isinstance(messages, list) or not messages:
+        raise refuse("messages", "messages must be a non-empty array.")
+    return [_checked(index, message) for index, message in enumerate(messages)]
+
+
+def _wrong(where: str, what: str) -> RequestError:
+    return refuse("messages", f"{where} {what}")
+
+
+def _checked(index: int, message: Any) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise _wrong(where, f"must be an object, got {shown(message)}")
+    if not isinstance(message.get("role"), str):
+        raise _wrong(f"{where}.role", f"is required and must be a string, got {shown(message.get('role'))}")
+    if message.get("function_call") is not None:
+        raise _wrong(f"{where}.function_call", "is not supported; use tool_calls")
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None and not isinstance(message[name], str):
+            raise _wrong(f"{where}.{name}", f"must be a string, got {shown(message[name])}")
+    _check_content(f"{where}.content", message.get("content"))
+    if message.get("tool_calls") is not None:
+        _check_tool_calls(f"{where}.tool_calls", message["tool_calls"])
+    # SDKs send back whole message objects with every unused key null; a template would take those keys for given.
+    return {name: value for name, value in message.items() if value is not None or name == "content"} | (
+        {} if "content" in message else {"content": None}
+    )
+
+
+def _check_content(where: str, content: Any) -> None:
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _wrong(where, f"must be a string, null or an array of text parts, got {shown(content)}")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _MEDIA:
+            raise _wrong(f"{where}[{index}]", f"is of type {kind}: {_MEDIA[kind]} input is not supported")
+        if kind != "text":
+            raise _wrong(f"{where}[{index}]", f"must be an object of type text, got {shown(part)}")
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"{where}[{index}].text", f"must be a string, got {shown(part.get('text'))}")
+
+
+def _check_tool_calls(where: str, calls: Any) -> None:
+    if not isinstance(calls, list):
+        raise _wrong(where, f"must be an array, got {shown(calls)}")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise _wrong(f"{where}[{index}]", "must be an object of type function")
+        if not isinstance(function.get("name"), str):
+            raise _wrong(f"{where}[{index}].function.name", "is required and must be a string")
+        if not isinstance(function.get("arguments", ""), (str, dict, type(None))):
+            raise _wrong(f"{where}[{index}].function.arguments", "must be a JSON string or an object")
+        if call.get("id") is not None and not isinstance(call["id"], str):
+            raise _wrong(f"{where}[{index}].id", "must be a string")

@@ -1,0 +1,145 @@
+"""The outer ASGI application: everything that happens to a request before and after Falcon.
+
+Owns receive(): request ids, routes and methods, draining, the body, the client's departure, the last word on errors and the
+log line. Knows nothing of what a resource does. Invariant: every request ends in exactly one log line, and its exchange is
+closed then.
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from api import routes
+from api.answer import Answer
+from api.body import Body, ClientGone, Receive
+from api.disconnect import App, Departure, Send
+from api.request_line import RequestLine
+from api.responses import (
+    RequestError,
+    draining,
+    internal_error,
+    method_not_allowed,
+    not_found,
+    request_error,
+)
+from api.settings import ApiSettings
+from common import logs
+from common.errors import ServingError
+from common.outcomes import Outcome
+
+LABEL = re.compile(rb"[\x20-\x7e]{1,128}")
+_OF_BROKER = {outcome.value for outcome in Outcome}
+
+
+class Lifecycle:
+    """What the process does at its start and end; `draining` is set from outside. Hooks are plain calls on the loop."""
+
+    def __init__(self, start: Callable[[], None], stop: Callable[[], None]) -> None:
+        self.start = start
+        self.stop = stop
+        self.draining = False
+
+
+class Edge:
+    """Wraps Falcon's application."""
+
+    def __init__(
+        self, app: App, settings: ApiSettings, lifecycle: Lifecycle, count_refusal: Callable[[RequestError], None]
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._count_refusal = count_refusal
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._lifecycle.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        self._lifecycle.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        line = RequestLine(label_of(scope["headers"]), scope["method"])
+        answer = Answer(send, line.label, scope["method"], scope["http_version"])
+        departure = Departure(receive, lambda: answer.complete)
+        body = Body(receive, scope["headers"])
+        try:
+            await self._serve(scope, body, line, answer, departure)
+        except ClientGone:
+            line.gone = True
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            await self._refuse(_as_request_error(error, line), body, line, answer)
+        finally:
+            if line.exchange is not None:
+                line.exchange.close()
+            line.gone = line.gone or departure.gone
+            line.status = answer.status
+            line.write()
+
+    async def _serve(
+        self, scope: dict[str, Any], body: Body, line: RequestLine, answer: Answer, departure: Departure
+    ) -> None:
+        path, method = routes.normal_path(scope["path"]), scope["method"]
+        route = routes.find(path)
+        if route is None:
+            raise not_found()
+        line.route = route.path
+        verb = "GET" if method == "HEAD" else method
+        if verb not in route.methods:
+            raise method_not_allowed(method, route.allowed)
+        if self._lifecycle.draining and verb != "GET":
+            raise draining()
+        content = b""
+        if verb != "GET":
+            content = await body.read(self._settings.max_body_bytes, self._settings.body_timeout)
+        inner = {**scope, "path": path, "method": verb, "millpond": line}
+        await departure.run(self._app, inner, content, answer.send)
+
+    async def _refuse(self, error: RequestError, body: Body, line: RequestLine, answer: Answer) -> None:
+        line.outcome = error.outcome
+        if answer.complete:
+            return
+        if answer.started:
+            await answer.cut(error)
+        if error.status < 500 and error.outcome not in _OF_BROKER:
+            self._count_refusal(error)
+        if not body.leaves_connection_usable:
+            error.headers["connection"] = "close"
+        await answer.error(error)
+        await body.settle()
+        if error.headers.get("connection") == "close":
+            # Once the body has been read away the server would keep the connection, whatever the header says.
+            raise asyncio.CancelledError
+
+
+def label_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's x-request-id if it is 1-128 printable ASCII characters, otherwise a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and LABEL.fullmatch(value):
+            return value.decode("ascii")
+    return f"req_{secrets.token_hex(16)}"
+
+
+def _as_request_error(error: Exception, line: RequestLine) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ServingError):
+        return request_error(error)
+    # Frames only: an exception's own text may hold what the client sent.
+    frames = "".join(traceback.format_tb(error.__traceback__)[-6:])
+    logs.event("internal error", logging.ERROR, id=line.label, error=type(error).__name__, frames=frames)
+    return internal_error(type(error).__name__)

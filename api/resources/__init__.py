@@ -1,0 +1,1 @@
+"""One Falcon resource per route; all of them thin: read, ask, format."""

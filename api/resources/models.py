@@ -1,0 +1,55 @@
+"""GET /v1/models and /v1/models/{id}.
+
+Lists what this instance serves, always all of it; what the broker's snapshot knows of workers is added where it answers.
+Invariant: a model whose workers are all down stays listed.
+"""
+
+from typing import Any
+
+import falcon.asgi
+
+from api.broker_link import BrokerLink
+from api.responses import model_not_found
+from api.served import ServedModel
+from common.errors import ServingError
+
+# A list without workers' details is better than one that waits for a broker that has gone.
+SNAPSHOT_S = 1.0
+
+
+class Models:
+    """The list and its entries."""
+
+    def __init__(self, models: dict[str, ServedModel], link: BrokerLink) -> None:
+        self._models = models
+        self._link = link
+
+    async def on_get(self, req: falcon.asgi.Request, resp: falcon.asgi.Response, name: str = "") -> None:
+        if name and name not in self._models:
+            raise model_not_found(name, sorted(self._models))
+        known = await self._known()
+        if name:
+            resp.media = self._entry(self._models[name], known.get(name, {}))
+        else:
+            resp.media = {"object": "list", "data": [self._entry(m, known.get(m.name, {})) for m in self._models.values()]}
+
+    async def _known(self) -> dict[str, dict[str, Any]]:
+        try:
+            snapshot = await self._link.snapshot(SNAPSHOT_S)
+        except ServingError:
+            return {}
+        return {entry["name"]: entry for entry in snapshot.get("models", ())}
+
+    @staticmethod
+    def _entry(model: ServedModel, known: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "millpond",
+            "context_length": known.get("context") or model.context,
+            "lanes": known.get("lanes", []),
+            "abilities": known.get("abilities", []),
+            "state": known.get("state", "none"),
+            "system_fingerprint": f"fp_{model.fingerprint}",
+        }

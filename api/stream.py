@@ -1,0 +1,111 @@
+"""A streamed chat reply: tickets in, bytes of events out, one item per wake-up.
+
+An async iterator over the body's parts. Owns the order of a stream's events; the bytes are chunks.ChatFormat's. Invariant:
+it ends by StopAsyncIteration after [DONE], or by CancelledError after anything less, so that a client can tell the two.
+"""
+
+import asyncio
+import time
+
+from api.chunks import ChatFormat
+from api.exchange import Exchange
+from api.request_line import RequestLine
+from api.responses import stream_error
+from api.sse import KEEP_ALIVE
+from api.ticket import Ticket
+from common.outcomes import Outcome
+
+# One write's worth, so that what a stalled client is given stays a few packets.
+PART_PIECES = 64
+
+
+class ChatStream:
+    """The body of one streamed reply whose tickets have all been accepted."""
+
+    def __init__(
+        self, exchange: Exchange, form: ChatFormat, line: RequestLine, *, buffer: int, comment_s: float
+    ) -> None:
+        self._exchange = exchange
+        self._form = form
+        self._line = line
+        self._buffer = buffer
+        self._comment_s = comment_s
+        self._state = "opening"
+        self._finished: set[int] = set()
+        self._sent_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> "ChatStream":
+        return self
+
+    async def __anext__(self) -> bytes:
+        # Asked for more: the last part has left. Only while a part waits to be taken can the client be too slow;
+        # a burst that comes while nothing waits is no fault of the client's.
+        self._bound(0)
+        while self._state == "open":
+            await self._exchange.news()
+            part = self._ready() or self._comment()
+            if part:
+                self._sent_at = time.monotonic()
+                self._bound(self._buffer)
+                return part
+        if self._state == "opening":
+            self._state = "open"
+            self._wake_later()
+            return b"".join([self._form.role(index) for index in range(len(self._exchange.tickets))])
+        if self._state == "cut":
+            raise asyncio.CancelledError
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Called by Falcon at every kind of end."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _bound(self, pieces: int) -> None:
+        for ticket in self._exchange.tickets:
+            ticket.bound = pieces
+
+    def _comment(self) -> bytes:
+        silent = self._state == "open" and time.monotonic() - self._sent_at >= self._comment_s
+        return KEEP_ALIVE if silent else b""
+
+    def _ready(self) -> bytes:
+        parts = []
+        tickets = self._exchange.tickets
+        failed: Ticket | None = None
+        for index, ticket in enumerate(tickets):
+            if ticket.pieces:
+                parts.append(self._form.pieces(index, ticket.take(PART_PIECES)))
+                if not self._line.ttft_ms:
+                    self._line.ttft_ms = self._line.elapsed_ms()
+            if ticket.pieces:
+                self._exchange.poke()
+                continue
+            if ticket.outcome is None or index in self._finished:
+                continue
+            if ticket.outcome.kind != "finished":
+                failed = failed or ticket
+            else:
+                self._finished.add(index)
+                parts.append(self._form.finish(index, ticket.outcome.value))
+        if failed is not None:
+            parts.append(self._fail(failed))
+        elif len(self._finished) == len(tickets):
+            parts.append(self._form.usage([ticket.summary for ticket in tickets]))
+            self._line.outcome = tickets[0].outcome.value if tickets[0].outcome else ""
+            self._line.completion_tokens = sum(ticket.summary.completion_tokens for ticket in tickets)
+            self._state = "done"
+        return b"".join(parts)
+
+    def _fail(self, ticket: Ticket) -> bytes:
+        self._state = "cut"
+        outcome = ticket.outcome or Outcome.STREAM_BROKEN
+        self._line.outcome = "slow_reader" if ticket.overflowed else outcome.value
+        # What a slow reader gets is a prefix and nothing else.
+        return b"" if ticket.overflowed else self._form.error(stream_error(outcome, ticket.summary.error))
+
+    def _wake_later(self) -> None:
+        # One timer per stream instead of a timeout per wait: waiting is what happens at every token.
+        self._exchange.poke()
+        self._timer = asyncio.get_running_loop().call_later(self._comment_s, self._wake_later)

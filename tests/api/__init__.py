@@ -1,0 +1,1 @@
+"""The API: pure modules by themselves, the whole over real gunicorn against a scripted broker."""

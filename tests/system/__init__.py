@@ -1,0 +1,1 @@
+"""Whole instances with real processes, started as a user starts them."""

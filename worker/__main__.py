@@ -1,0 +1,75 @@
+"""`python -m worker`: one worker for one model. Started by the pool, which reads its stdout: "progress TEXT" and "ready".
+
+Exit status 0 after SIGTERM, 2 when model or settings cannot work (one line says why), 1 otherwise. MLX is imported here and
+only in this process, on the main thread, which loads and steps.
+"""
+
+import logging
+import os
+import signal
+import sys
+
+from common import logs, runtime, settings
+from common.envelope import WorkerFacts
+from common.errors import ConfigError
+from common.models import check_folder, fingerprint
+from common.processes import end_with_parent
+from worker import engines
+from worker.engine import Engine
+from worker.link import Link, Vitals
+from worker.loop import WorkerLoop
+from worker.settings import WorkerSettings
+
+
+def main() -> int:
+    """Load, serve, leave."""
+    end_with_parent()
+    # The terminal's Ctrl-C is the top process's affair; we are told by SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        chosen = settings.load(WorkerSettings, os.environ)
+        (model,) = chosen.model
+        name = chosen.worker_name or f"{model.name}-{os.getpid()}"
+        logs.start(name, chosen.log_level, chosen.log_format)
+        check_folder(model)
+        engine = engines.make(chosen, model)
+        engine.load(_tell)
+        facts = _facts(engine, model.name, fingerprint(model.folder))
+    except ConfigError as error:
+        print(f"millpond worker: {error}", file=sys.stderr)
+        return 2
+    vitals = Vitals(memory=engine.memory())
+    link = Link(runtime.runtime(chosen.port, chosen.runtime).back, name, facts, vitals)
+    loop = WorkerLoop(engine, link, vitals, name)
+    signal.signal(signal.SIGTERM, lambda *_: loop.leave(chosen.shutdown_timeout))
+    link.start()
+    logs.event("ready", logging.INFO, slots=facts.slots, kv_tokens=facts.kv_tokens, blas=facts.blas)
+    print("ready", flush=True)
+    loop.run()
+    link.close()
+    engine.close()
+    return 0
+
+
+def _tell(words: str) -> None:
+    logs.event(words)
+    print(f"progress {words}", flush=True)
+
+
+def _facts(engine: Engine, model: str, print_: str) -> WorkerFacts:
+    facts = engine.facts
+    return WorkerFacts(
+        model=model,
+        fingerprint=print_,
+        slots=facts.slots,
+        kv_tokens=facts.kv_tokens,
+        block=facts.block,
+        context=facts.context,
+        lanes=list(facts.lanes),
+        abilities=list(facts.abilities),
+        blas=facts.details.get("blas", ""),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""The machine's compute device: which backend, how much memory, which BLAS, and what a worker on it needs of its environment.
+
+The only module with memory limits and backend differences. Must never know a model or a request. mlx is imported inside
+the functions that need it: the pool uses cpu_environment() and probe() and may not open a device.
+Invariant: nothing here changes a limit that it was not asked to change; BatchGenerator's own wired limit is undone.
+"""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from common.errors import ConfigError
+
+METAL, CUDA, CPU = "metal", "cuda", "cpu"
+
+# Importing mlx and opening a GPU takes a second or two; a driver that hangs must not hang the pool.
+PROBE_TIMEOUT_S = 60.0
+
+# Both carry OpenBLAS under its plain names. The first chooses its kernels by the CPU it finds; the second is built for
+# CPUs with AVX-512 and dies by an illegal instruction on others.
+BLAS_PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
+
+# 64 x 64 matrices of ones: each element of the product is 64. Large enough to take the vector kernels.
+TRY_BLAS = """
+import ctypes, sys
+ones = (ctypes.c_float * 4096)(*[1.0] * 4096)
+product = (ctypes.c_float * 4096)()
+number = ctypes.c_float
+multiply = ctypes.CDLL(None).cblas_sgemm
+multiply(101, 111, 111, 64, 64, 64, number(1), ones, 64, ones, 64, number(0), product, 64)
+sys.exit(set(product) != {64.0})
+"""
+
+
+def backend() -> str:
+    """metal, cuda or cpu: what mlx computes on in this process."""
+    import mlx.core as mx
+
+    if mx.default_device() != mx.gpu:
+        return CPU
+    return METAL if mx.metal.is_available() else CUDA
+
+
+def limit_bytes() -> int:
+    """Bytes of memory that the device has for us, asked without opening it in this process. Raises ConfigError."""
+    return int(probe()["limit"])
+
+
+def _own_limit() -> int:
+    import mlx.core as mx
+
+    kind = backend()
+    if kind == CPU:
+        return psutil.virtual_memory().total
+    facts = mx.device_info()
+    for key in ("max_recommended_working_set_size",) if kind == METAL else ("total_memory", "memory_size"):
+        if facts.get(key):
+            return int(facts[key])
+    raise ConfigError(f"mlx does not tell the memory of this {kind} device; set MILLPOND_MEMORY_BUDGET to a size")
+
+
+def available() -> int:
+    """Bytes that an allocation could get now: on a CPU what the system has free, elsewhere the limit less our own use."""
+    if backend() == CPU:
+        return psutil.virtual_memory().available
+    return max(0, _own_limit() - memory()["active"])
+
+
+def memory() -> dict[str, int]:
+    """Bytes that mlx holds in this process: in use, kept for reuse, most ever in use."""
+    import mlx.core as mx
+
+    return {"active": mx.get_active_memory(), "cache": mx.get_cache_memory(), "peak": mx.get_peak_memory()}
+
+
+def set_limits(memory_bytes: int, cache_bytes: int) -> None:
+    """Tell mlx how much to use and to keep. On a CPU the first is not enforced by mlx: only the plan keeps to it."""
+    import mlx.core as mx
+
+    mx.set_memory_limit(memory_bytes)
+    mx.set_cache_limit(cache_bytes)
+
+
+def clear_cache() -> None:
+    """Give memory that mlx keeps for reuse back to the system."""
+    import mlx.core as mx
+
+    mx.clear_cache()
+
+
+@contextmanager
+def wired_limit_kept() -> Iterator[None]:
+    """Undo whatever the block does to the wired limit: mlx-lm raises it to the device's whole working set, and machines
+    have panicked from that. Only Metal has one."""
+    import mlx.core as mx
+
+    if backend() != METAL:
+        yield
+        return
+    # There is no getter; setting returns the old value.
+    old = mx.set_wired_limit(0)
+    mx.set_wired_limit(old)
+    try:
+        yield
+    finally:
+        mx.synchronize()
+        mx.set_wired_limit(old)
+
+
+def describe() -> dict[str, int | str]:
+    """What the pool plans with: backend, its memory, its name."""
+    import mlx.core as mx
+
+    name = str(mx.device_info().get("device_name", "")) or platform.machine()
+    return {"backend": backend(), "limit": _own_limit(), "name": name}
+
+
+def probe() -> dict[str, int | str]:
+    """describe() asked of a child process, for a process that must not open the device itself. Raises ConfigError."""
+    command = [sys.executable, "-m", "worker.device"]
+    root = str(Path(__file__).resolve().parent.parent)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, cwd=root, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"cannot ask mlx for its device: {type(error).__name__}") from None
+    try:
+        return dict(json.loads(done.stdout))
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"mlx does not work here: {last}; reinstall with the extra for this machine") from None
+
+
+# --- Workers on a CPU -------------------------------------------------------------------------------------------------
+
+
+def cpu_environment(threads: int, home: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What to add to the environment of a worker that computes on a Linux CPU; {} on other systems.
+
+    One BLAS thread per core of its share; a BLAS that is worth having; and a private folder for compiled kernels that
+    survives restarts. All workers share that folder: mlx compiles under a random name and renames, so that none sees
+    another's half-written kernel. Raises ConfigError when it cannot be made.
+    """
+    if sys.platform != "linux":
+        return {}
+    before = os.environ if inherited is None else inherited
+    made = {
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        # Halves the time of the page faults that a growing KV cache costs.
+        "GLIBC_TUNABLES": _joined("glibc.malloc.hugetlb=1", before.get("GLIBC_TUNABLES")),
+        "TMPDIR": str(kernel_folder(home)),
+    }
+    return made | _blas_environment(home, before)
+
+
+def _blas_environment(home: Path, before: Mapping[str, str]) -> dict[str, str]:
+    """Preloads the first OpenBLAS that computes on this machine; {} without one: mlx's reference BLAS then does."""
+    for library in openblas_libraries():
+        preload = {
+            "LD_PRELOAD": _joined(str(library), before.get("LD_PRELOAD")),
+            "LD_LIBRARY_PATH": _joined(str(_fortran_folder(home)), before.get("LD_LIBRARY_PATH")),
+        }
+        # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
+        if _computes({**before, **preload}):
+            return preload
+    return {}
+
+
+def _joined(first: str, second: str | None) -> str:
+    return f"{first}:{second}" if second and first not in second.split(":") else first
+
+
+def openblas_libraries() -> list[Path]:
+    """The OpenBLAS libraries with plain names that installed packages carry, best first."""
+    return [path for package in BLAS_PACKAGES for path in _carried(package, "libopenblas")[:1]]
+
+
+def _carried(package: str, prefix: str) -> list[Path]:
+    """Shared libraries of a package, longest name first: the file itself rather than what stands for it."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = [Path(str(file.locate())) for file in files if file.name.startswith(prefix) and ".so" in file.name]
+    return sorted((path.resolve() for path in found if path.is_file()), key=lambda path: -len(path.name))
+
+
+def _fortran_folder(home: Path) -> Path:
+    """A folder where OpenBLAS finds the Fortran runtime, which it wants under its plain name: mlx's wheel carries one under
+    a name of its own, with a second library that it looks for beside itself."""
+    folder = home / "libraries"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in _carried("mlx-cpu", "libgfortran")[:1]:
+            _link(folder / "libgfortran.so.5", path)
+        for path in _carried("mlx-cpu", "libquadmath"):
+            _link(folder / path.name, path)
+    except OSError as error:
+        raise ConfigError(f"cannot use the folder {folder}: {error.strerror}; set MILLPOND_HOME") from None
+    return folder
+
+
+def _link(link: Path, target: Path) -> None:
+    """Make or renew a link in one step: another instance may be starting from the same folder."""
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)
+
+
+def _computes(environment: Mapping[str, str]) -> bool:
+    """Whether a process with this environment multiplies matrices and lives."""
+    command = [sys.executable, "-I", "-S", "-c", TRY_BLAS]
+    done = subprocess.run(command, env=dict(environment), capture_output=True, check=False, timeout=PROBE_TIMEOUT_S)
+    return done.returncode == 0
+
+
+def kernel_folder(home: Path) -> Path:
+    """The folder for compiled CPU kernels under `home`, private: who can write there runs code in our workers."""
+    folder = home / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        discard_broken_kernels(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot use the kernel folder {folder}: {error.strerror}; set MILLPOND_HOME") from None
+    return folder
+
+
+def discard_broken_kernels(folder: Path) -> int:
+    """Remove compiled kernels that a power cut left incomplete; returns how many.
+
+    mlx takes any file that is there, and loading a shortened one is a bus error at every start.
+    """
+    broken = [path for path in folder.glob("mlx/*/cpu/lib*.so") if not _is_whole_elf(path)]
+    for path in broken:
+        path.unlink(missing_ok=True)
+    return len(broken)
+
+
+def _is_whole_elf(path: Path) -> bool:
+    """Whether the section headers, which the linker puts at the end, lie inside the file (64-bit ELF)."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or not head.startswith(b"\x7fELF\x02"):
+        return False
+    (sections_at,) = struct.unpack_from("<Q", head, 40)
+    entry_size, count = struct.unpack_from("<HH", head, 58)
+    return 0 < sections_at and sections_at + entry_size * count <= path.stat().st_size
+
+
+def ensure_kernels_compile() -> str:
+    """Make mlx work whether or not kernels can be compiled here; returns "" or why they are not.
+
+    Without a compiler mlx runs unfused by itself; with one that fails it would raise in the middle of a step.
+    """
+    import mlx.core as mx
+
+    @mx.compile
+    def fused(x: mx.array) -> mx.array:
+        # Two operations: a single one is not compiled.
+        return mx.exp(x) + 1
+
+    if backend() != CPU:
+        return ""
+    try:
+        mx.eval(fused(mx.zeros(4)))
+    except RuntimeError as error:
+        mx.disable_compile()
+        return str(error).splitlines()[0][:200]
+    return ""
+
+
+def blas_in_use() -> str:
+    """The matrix library that this process really got: "openblas 0.3.33 (2 threads)", "reference", "accelerate"."""
+    if sys.platform == "darwin":
+        return "accelerate"
+    # Only a preloaded one: numpy brings an OpenBLAS of its own, under other names, that mlx's calls never reach.
+    library = next((path for path in _preloaded() if "openblas" in path.name), None)
+    if library is None or str(library) not in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"):
+        return "reference"
+    openblas = ctypes.CDLL(str(library))
+    openblas.openblas_get_config.restype = ctypes.c_char_p
+    version = openblas.openblas_get_config().decode().split()[1]
+    return f"openblas {version} ({openblas.openblas_get_num_threads()} threads)"
+
+
+def _preloaded() -> list[Path]:
+    names = os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":")
+    return [Path(name).resolve() for name in names if name]
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe()))

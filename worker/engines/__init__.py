@@ -1,0 +1,35 @@
+"""The engines; each module imports only what it needs, so that a worker pays for one.
+
+make() is the only way in. Must never import an engine before it is asked for: the scripted one runs where mlx is not.
+"""
+
+from common.models import ModelChoice
+from worker.engine import Engine
+from worker.settings import WorkerSettings
+
+
+def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
+    """The engine that the settings name, for this model, not yet loaded."""
+    if chosen.engine == "scripted":
+        from worker.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(
+            model.folder,
+            slots=chosen.slots,
+            context=chosen.context or 8192,
+            rate=chosen.scripted_rate,
+            delay_s=chosen.scripted_delay,
+            block=chosen.scripted_block,
+            load_s=chosen.scripted_load,
+        )
+    from worker.engines.batched import BatchedEngine
+
+    return BatchedEngine(
+        model.folder,
+        slots=chosen.slots,
+        kv_tokens=chosen.kv_tokens,
+        context=chosen.context,
+        prefill_step=chosen.prefill_step,
+        cpu_weights=chosen.cpu_weights,
+        memory_share=chosen.memory_share,
+    )

@@ -1,0 +1,38 @@
+"""Loading a model's weights and holding them in the precision that suits the device.
+
+Owns the conversion and the order of evaluation. Must never know requests or budgets. Invariant: after load_weights() every
+weight is in memory, evaluated on the calling thread (lazily loaded ones belong to the thread that first needs them).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from common.errors import ConfigError
+from worker import device
+from worker.engines import mlx_lm_0_32
+from worker.plan import FLOAT32
+
+def load_weights(folder: Path, precision: str, progress: Callable[[str], None]) -> nn.Module:
+    """The model, evaluated. Raises ConfigError for what mlx-lm cannot load."""
+    try:
+        model = mlx_lm_0_32.load(folder)
+        if precision == FLOAT32:
+            progress("converting the weights to float32")
+            model = mlx_lm_0_32.unpack_quantized(model)
+            model.set_dtype(mx.float32)
+        _evaluate(model)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError, ImportError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(f"mlx-lm cannot load {folder}: {type(error).__name__}: {text}") from error
+    device.clear_cache()
+    return model
+
+
+def _evaluate(model: nn.Module) -> None:
+    """One weight at a time, so that packed and unpacked copies do not lie side by side for the whole model."""
+    for _, weight in tree_flatten(model.parameters()):
+        mx.eval(weight)

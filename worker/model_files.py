@@ -1,0 +1,257 @@
+"""What a model folder says about its model: config.json, generation_config.json and the headers of the weights.
+
+Owns the reading of these files and the errors for damaged ones. Must never know mlx: the pool plans with these facts
+before any worker exists, and a header is a few kilobytes of JSON in front of gigabytes that are not read.
+Invariant: what is returned was found in the files; what had to be guessed sets `estimated`.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+# The format's own bound on its header (safetensors' MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+
+# mlx-lm loads these and no other weights in the folder.
+WEIGHTS = "model*.safetensors"
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+# A model that names no context at all; small, because a prompt past the real one gives nonsense without an error.
+UNKNOWN_CONTEXT = 2048
+
+# Any of these means that the cache is not layers x heads x head size for every token. Formulas for them come later;
+# the plain one is an upper bound for sliding windows and latent caches.
+NOT_PLAIN_ATTENTION = (
+    "kv_lora_rank", "layer_types", "sliding_window_pattern", "full_attention_interval", "attn_layer_indices",
+    "state_size", "ssm_cfg", "mamba_d_state", "linear_num_value_heads", "hybrid_override_pattern", "no_rope_layers",
+)  # fmt: skip
+
+SAMPLING_DEFAULTS = {
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (0, 1 << 30), "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def items(self) -> int:
+        """Stored values; a packed one counts once."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model before it is loaded.
+
+    stored_bytes: the weights as they lie in the files. float32_bytes: all of them dequantized to float32.
+    kv_values_per_token: numbers (not bytes) that the cache keeps for each token. value_bytes: width of the model's own
+    activations. quantization: "" or like "4-bit". estimated: a number here is a guess, see read().
+    """
+
+    kind: str
+    parameters: int
+    stored_bytes: int
+    float32_bytes: int
+    quantization: str
+    context: int
+    layers: int
+    kv_heads: int
+    head_size: int
+    kv_values_per_token: int
+    value_bytes: int
+    eos_ids: tuple[int, ...]
+    defaults: dict[str, float | int]
+    estimated: bool
+
+
+def read(folder: Path) -> ModelFacts:
+    """Facts of the model in `folder`. Raises ConfigError for missing, damaged and contradictory files."""
+    config = read_json(folder / "config.json")
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+    # Values of a nested text model win: the outer level may describe the vision tower.
+    flat = {**config, **{key: value for key, value in text.items() if value is not None}}
+    generation = read_json(folder / "generation_config.json", optional=True)
+    tokenizer = read_json(folder / "tokenizer_config.json", optional=True)
+    tensors = read_tensors(folder)
+    parameters, float32_bytes = _counted(tensors, _quantization(flat))
+    layers, kv_heads, head_size = _attention(flat)
+    context, context_known = _context(flat, tokenizer)
+    return ModelFacts(
+        kind=str(config.get("model_type", "")),
+        parameters=parameters,
+        stored_bytes=sum(tensor.bytes for tensor in tensors.values()),
+        float32_bytes=float32_bytes,
+        quantization=f"{_quantization(flat)['bits']}-bit" if _quantization(flat).get("bits") else "",
+        context=context,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        kv_values_per_token=layers * 2 * kv_heads * head_size,
+        value_bytes=4 if (flat.get("torch_dtype") or flat.get("dtype")) == "float32" else 2,
+        eos_ids=_eos_ids(folder, (generation, config, text), tokenizer),
+        defaults=_defaults(generation),
+        estimated=not context_known or not (layers and kv_heads and head_size) or _is_unusual(flat),
+    )
+
+
+def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`; {} for a missing optional one. Raises ConfigError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ConfigError(f"{path.parent} has no {path.name}, so it is not an MLX model folder") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: not JSON ({error}); fetch the model again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged: not a JSON object; fetch the model again")
+    return value
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder's weight files by name. Raises ConfigError."""
+    files = sorted(folder.glob(WEIGHTS))
+    if not files:
+        raise ConfigError(f"{folder} has no {WEIGHTS} weights, so it is not an MLX model folder")
+    index = read_json(folder / "model.safetensors.index.json", optional=True)
+    shards = index.get("weight_map")
+    named = set(shards.values()) if isinstance(shards, dict) else set()
+    missing = sorted(named - {file.name for file in files})
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} of {len(named)} weight files, first {missing[0]}; fetch it again")
+    return {name: tensor for file in files for name, tensor in read_header(file).items()}
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The header of one safetensors file, checked against the file's length. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise ConfigError(f"{path} is damaged: its header is cut short; fetch the model again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path} is damaged: its header is not JSON; fetch the model again") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path} is damaged: its header is not an object; fetch the model again")
+    header.pop("__metadata__", None)
+    return {name: _tensor(path, name, entry, size - 8 - length) for name, entry in header.items()}
+
+
+def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
+    try:
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        tensor = Tensor(entry["dtype"], shape, end - begin)
+        whole = all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end))
+        width = ITEM_BYTES.get(tensor.dtype)
+    except (TypeError, KeyError, ValueError):
+        raise ConfigError(f"{path} is damaged: tensor {name!r} is no safetensors entry; fetch the model again") from None
+    if not whole or (width is not None and tensor.items * width != tensor.bytes):
+        raise ConfigError(f"{path} is damaged: tensor {name!r} has not the size of its shape; fetch the model again")
+    if end > room:
+        raise ConfigError(f"{path} is damaged: {end - room} bytes are missing at its end; fetch the model again")
+    return tensor
+
+
+def _quantization(config: dict[str, Any]) -> dict[str, Any]:
+    found = config.get("quantization") or config.get("quantization_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _counted(tensors: dict[str, Tensor], quantization: dict[str, Any]) -> tuple[int, int]:
+    """(parameters, bytes as float32). Packed weights unfold to their scales' columns x group size; the scales vanish."""
+    total = 0
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".")
+        if part in ("scales", "biases") and f"{layer}.scales" in tensors and f"{layer}.weight" in tensors:
+            continue
+        scales = tensors.get(f"{layer}.scales") if part == "weight" else None
+        if scales is None:
+            total += tensor.items
+            continue
+        own = quantization.get(layer)
+        group = (own if isinstance(own, dict) else quantization).get("group_size") or quantization.get("group_size") or 64
+        total += scales.items * int(group)
+    return total, total * 4
+
+
+def _attention(config: dict[str, Any]) -> tuple[int, int, int]:
+    """(layers, KV heads, head size); 0 for what is not said."""
+
+    def first(*names: str) -> int:
+        return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), 0)
+
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    head_size = first("head_dim") or (first("hidden_size", "n_embd", "d_model") // heads if heads else 0)
+    return first("num_hidden_layers", "n_layer", "n_layers"), first("num_key_value_heads") or heads, head_size
+
+
+def _is_unusual(config: dict[str, Any]) -> bool:
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        return True
+    kinds = config.get("layer_types")
+    plain = isinstance(kinds, list) and set(kinds) <= {"full_attention"}
+    return any(config.get(key) for key in NOT_PLAIN_ATTENTION if key != "layer_types") or (bool(kinds) and not plain)
+
+
+def _context(config: dict[str, Any], tokenizer: dict[str, Any]) -> tuple[int, bool]:
+    """(tokens, known)."""
+    for key in CONTEXT_KEYS:
+        if isinstance(config.get(key), int) and config[key] > 0:
+            return config[key], True
+    # Transformers writes 1e30 for "no limit".
+    limit = tokenizer.get("model_max_length")
+    if isinstance(limit, int) and 0 < limit < 1 << 30:
+        return limit, True
+    return UNKNOWN_CONTEXT, False
+
+
+def _eos_ids(folder: Path, configs: tuple[dict[str, Any], ...], tokenizer: dict[str, Any]) -> tuple[int, ...]:
+    """Every id that any file calls the end of a sequence: chat models often name one in each."""
+    found: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        found |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int and item >= 0}
+    word = tokenizer.get("eos_token")
+    word = word.get("content") if isinstance(word, dict) else word
+    if isinstance(word, str) and word:
+        added = read_json(folder / "tokenizer.json", optional=True).get("added_tokens") or []
+        found |= {entry["id"] for entry in added if isinstance(entry, dict) and entry.get("content") == word}
+    return tuple(sorted(found))
+
+
+def _defaults(generation: dict[str, Any]) -> dict[str, float | int]:
+    """Sampling settings that the model's makers chose; values that make no sense are as if they were not there."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    found: dict[str, float | int] = {}
+    for name, (low, high) in SAMPLING_DEFAULTS.items():
+        value = generation.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high:
+            found[name] = value
+    return found

@@ -1,0 +1,105 @@
+"""How a memory budget is divided (pure): weights, KV cache and overhead of each worker of one model.
+
+Owns the arithmetic and the error for what does not fit. Must never know a device or a file: facts come in as values.
+Invariant: what a plan names adds up to no more than its share of the budget.
+"""
+
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from worker.model_files import ModelFacts
+
+AUTO, FLOAT32, KEEP = "auto", "float32", "keep"
+
+# What a worker holds besides weights and KV: 460 MB resident for interpreter, mlx and mlx-lm were measured for the demo
+# model on a CPU, and the rest is for activations and logits of a full batch.
+OVERHEAD_BYTES = 640 * 2**20
+
+# A row that joins or leaves copies the batch's whole KV, layer by layer but evaluated together.
+KV_COPIES = 2
+
+# mlx-lm's caches grow by so many tokens.
+KV_STEP = 256
+
+# A worker that cannot hold one conversation of this length is of no use.
+SHORTEST_USEFUL = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One worker of `workers` equal ones. precision: float32 or keep. Bytes are per worker."""
+
+    workers: int
+    slots: int
+    kv_tokens: int
+    precision: str
+    share_bytes: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    cache_bytes: int
+
+
+def plan(
+    budget_bytes: int,
+    facts: ModelFacts,
+    workers: int,
+    slots: int,
+    context: int = 0,
+    *,
+    on_cpu: bool = False,
+    cpu_weights: str = AUTO,
+) -> Plan:
+    """Divide the budget among `workers`. context 0: the model's own. Raises ConfigError saying how much is missing."""
+    share = budget_bytes // workers
+    context = min(context or facts.context, facts.context)
+    precision = held_precision(cpu_weights, facts, share, on_cpu)
+    weights = weight_bytes(facts, precision)
+    per_token = kv_bytes_per_token(facts, precision)
+    least = _least(facts, precision, min(context, SHORTEST_USEFUL))
+    if least > share:
+        raise ConfigError(
+            f"a worker of this model needs {_size(least)}, and its share of {_size(budget_bytes)} for {workers} "
+            f"worker{'s' * (workers > 1)} is {_size(share)}: {_size(least - share)} too little; "
+            "raise MILLPOND_MEMORY_BUDGET or lower MILLPOND_WORKERS"
+        )
+    room = (share - weights - OVERHEAD_BYTES) // (KV_COPIES * per_token) if per_token else slots * context
+    kv_tokens = min(room, slots * context)
+    return Plan(
+        workers=workers,
+        # More rows than steps of the cache could never all run.
+        slots=max(1, min(slots, kv_tokens // min(KV_STEP, context))),
+        kv_tokens=kv_tokens,
+        precision=precision,
+        share_bytes=share,
+        weight_bytes=weights,
+        kv_bytes_per_token=per_token,
+        cache_bytes=OVERHEAD_BYTES // 4,
+    )
+
+
+def held_precision(choice: str, facts: ModelFacts, share_bytes: int, on_cpu: bool) -> str:
+    """float32 or keep. On a CPU float32 is several times faster than 4-bit; auto takes it where a worker still fits."""
+    if not on_cpu:
+        return KEEP
+    if choice != AUTO:
+        return choice
+    return FLOAT32 if _least(facts, FLOAT32, min(facts.context, SHORTEST_USEFUL)) <= share_bytes else KEEP
+
+
+def weight_bytes(facts: ModelFacts, precision: str) -> int:
+    """What the weights take in memory."""
+    return facts.float32_bytes if precision == FLOAT32 else facts.stored_bytes
+
+
+def kv_bytes_per_token(facts: ModelFacts, precision: str) -> int:
+    """What one token of one row takes in the cache, whose precision follows the weights'."""
+    return facts.kv_values_per_token * (4 if precision == FLOAT32 else facts.value_bytes)
+
+
+def _least(facts: ModelFacts, precision: str, tokens: int) -> int:
+    kv = KV_COPIES * tokens * kv_bytes_per_token(facts, precision)
+    return weight_bytes(facts, precision) + OVERHEAD_BYTES + kv
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,76 @@
+"""From settings and the machine to the workers that will be started: names, memory shares, environments.
+
+The bridge between the operator's wishes (worker/settings), the device (worker/device), the models' files (worker/model_files)
+and the pure plan (worker/plan); it starts nothing. Raises ConfigError when the budget holds no worker.
+"""
+
+import os
+from dataclasses import dataclass
+
+from common import settings
+from common.models import ModelChoice
+from worker import device, model_files
+from worker.plan import KEEP, Plan, plan
+from worker.settings import WorkerSettings
+from worker.supervision import ModelRecord, Supervision
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker is started with: variables beside the pool's own."""
+
+    environment: dict[str, str]
+
+
+def divide(chosen: WorkerSettings) -> tuple[Supervision, dict[str, Share]]:
+    """The workers to run and each one's share."""
+    # A script computes nothing: its device is never asked for.
+    machine = {"backend": device.CPU, "limit": 0} if chosen.engine == "scripted" else device.probe()
+    budget = chosen.memory_budget
+    if isinstance(budget, float):
+        budget = int(int(machine["limit"]) * budget)
+    # On a CPU and on Metal a second worker of a model splits the same cores, so it is the operator's choice.
+    counts = {model.name: chosen.workers_for(model.name) or 1 for model in chosen.model}
+    total = sum(counts.values())
+    supervision, shares = Supervision(), {}
+    for model in chosen.model:
+        count = counts[model.name]
+        facts = model_files.read(model.folder)
+        context = min(chosen.context or facts.context, facts.context)
+        if chosen.engine == "scripted":
+            planned = Plan(count, chosen.slots, chosen.slots * context, KEEP, 0, 0, 0, 0)
+        else:
+            planned = plan(
+                budget * count // total,
+                facts,
+                count,
+                chosen.slots,
+                context,
+                on_cpu=machine["backend"] == device.CPU,
+                cpu_weights=chosen.cpu_weights,
+            )
+        names = [f"{model.name}-{number}" for number in range(count)]
+        supervision.plan(ModelRecord(model.name, planned.slots, context, planned.kv_tokens), names)
+        for name in names:
+            shares[name] = Share(_environment(chosen, model, name, planned, context, total))
+    return supervision, shares
+
+
+def _environment(
+    chosen: WorkerSettings, model: ModelChoice, name: str, planned: Plan, context: int, total: int
+) -> dict[str, str]:
+    own = {
+        "model": str(model),
+        "worker_name": name,
+        "slots": str(planned.slots),
+        "context": str(context),
+        "kv_tokens": str(planned.kv_tokens),
+        "memory_share": str(planned.share_bytes),
+        "cpu_weights": planned.precision,
+    }
+    environment = {settings.environment_name(key): value for key, value in own.items()}
+    if chosen.engine != "scripted":
+        environment |= device.cpu_environment(chosen.threads_for(total), chosen.home_folder)
+    if "LD_PRELOAD" in environment and os.environ.get("LD_PRELOAD"):
+        environment["LD_PRELOAD"] += ":" + os.environ["LD_PRELOAD"]
+    return environment
