@@ -72,8 +72,7 @@ class PromptSource:
         template = self._template(bool(tools))
         given = {"messages": prepared(messages, template), "tools": tools or None, "kwargs": kwargs}
         text = self._render(template, given)
-        if len(text) > limit * self.tokens.longest:
-            raise TooLong(-(-len(text) // self.tokens.longest), limit, at_least=True)
+        self._refuse_monster(text, limit)
         guarded = self._guarded(template, given, text)
         ids = self.tokens.encode_guarded(text, guarded) if guarded else self.tokens.encode(text)
         if self._empty_thought and not text.rstrip().endswith(THOUGHT_CLOSES):
@@ -84,12 +83,16 @@ class PromptSource:
 
     def text(self, text: str, limit: int) -> list[int]:
         """The ids of a raw prompt. Raises TooLong."""
-        if len(text) > limit * self.tokens.longest:
-            raise TooLong(-(-len(text) // self.tokens.longest), limit, at_least=True)
+        self._refuse_monster(text, limit)
         ids = self.tokens.encode(text)
         if len(ids) > limit:
             raise TooLong(len(ids), limit)
         return ids
+
+    def _refuse_monster(self, text: str, limit: int) -> None:
+        least = self.tokens.more_than(text, limit)
+        if least:
+            raise TooLong(least, limit, at_least=True)
 
     def _template(self, with_tools: bool) -> Template:
         if with_tools and "tool_use" in self._templates:

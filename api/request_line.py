@@ -14,6 +14,8 @@ from common.outcomes import Outcome
 
 _FAILURES = {outcome.value for outcome in Outcome if outcome.kind == "failed"} | {"internal_error"}
 
+_PROBES = frozenset({"/health", "/health/ready", "/metrics"})
+
 
 @dataclass
 class RequestLine:
@@ -56,8 +58,13 @@ class RequestLine:
             fields |= {"model": self.model, "stream": int(self.stream), "lane": self.lane, "worker": self.worker}
             fields |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
             fields |= {"queue_ms": _ms(self.queue_ms), "ttft_ms": _ms(self.ttft_ms)}
-        failed = self.outcome in _FAILURES and not self.gone
-        logs.event("request", logging.WARNING if failed else logging.INFO, **fields, total_ms=_ms(self.elapsed_ms()))
+        logs.event("request", self._level(), **fields, total_ms=_ms(self.elapsed_ms()))
+
+    def _level(self) -> int:
+        if self.outcome in _FAILURES and not self.gone:
+            return logging.WARNING
+        # Probes come several times a second and say nothing new.
+        return logging.DEBUG if self.route in _PROBES else logging.INFO
 
 
 def _ms(value: float) -> str:

@@ -13,6 +13,12 @@ from tokenizers import Tokenizer
 
 from api.special_text import Span, any_of
 
+# Characters of a token, seldom more on average: longer texts are looked at twice.
+USUAL_LONGEST = 8
+STRETCH = 65536
+# What cutting a text may add to the count at each cut.
+STRETCH_ERROR = 4
+
 
 class Tokens:
     """Encodes and decodes. added: text of every added token -> its id; special: those that mark turns and the like."""
@@ -33,11 +39,27 @@ class Tokens:
         self._pattern = any_of(self.added)
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest = max((len(self._tokenizer.id_to_token(i) or "") for i in range(self.size)), default=1) or 1
-        self._first_word_differs = _prepends_to_first_word(file)
+        self._first_word_differs = _prepends_to_first_word(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens in it count as such, none are added."""
         return _encoded(self._tokenizer, text)
+
+    def more_than(self, text: str, limit: int) -> int:
+        """A lower bound of the length of `text` in tokens if that shows it to be over the limit, else 0.
+
+        Counts stretch by stretch and stops early: encoding a whole text of many times the limit would take half a
+        kilobyte of memory for each of its tokens, only to be refused.
+        """
+        if len(text) > limit * self.longest:
+            return -(-len(text) // self.longest)
+        count = 0
+        if len(text) > limit * USUAL_LONGEST:
+            for start in range(0, len(text), STRETCH):
+                count += len(self.encode(text[start : start + STRETCH])) - STRETCH_ERROR
+                if count > limit:
+                    return count
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
@@ -106,6 +128,9 @@ def _masked(text: str, spans: Sequence[Span]) -> str:
     return "".join([*parts, text[cursor:]])
 
 
-def _prepends_to_first_word(file: Path) -> bool:
-    steps = json.loads(file.read_bytes()).get("pre_tokenizer") or {}
+def _prepends_to_first_word(tokenizer: Tokenizer) -> bool:
+    if tokenizer.pre_tokenizer is None:
+        return False
+    # Only this part of the file: parsing all of it would cost tens of megabytes.
+    steps = json.loads(tokenizer.pre_tokenizer.__getstate__())
     return any(step.get("prepend_scheme") == "first" for step in [steps, *steps.get("pretokenizers", [])])

@@ -1,6 +1,5 @@
 """`python -m broker`: one broker for one port. Exit status 0 after SIGTERM, 2 when it cannot start (one line says why)."""
 
-import fcntl
 import logging
 import os
 import secrets
@@ -26,7 +25,7 @@ def main() -> int:
         end_with_parent()
         place = runtime.runtime(chosen.port, chosen.runtime)
         runtime.create(place)
-        lock = _lock(place)
+        lock = runtime.hold(place.broker_lock)
     except ConfigError as error:
         print(f"millpond broker: {error}", file=sys.stderr)
         return 2
@@ -45,18 +44,6 @@ def main() -> int:
         loop.run()
         context.term()
     return 0
-
-
-def _lock(place: runtime.Runtime):  # type: ignore[no-untyped-def]
-    file = place.broker_lock.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            f"another millpond holds {place.folder}; stop it, or choose another --port or MILLPOND_RUNTIME"
-        ) from None
-    return file
 
 
 if __name__ == "__main__":

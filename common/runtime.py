@@ -4,12 +4,14 @@ The folder is mode 0700, ours, and short: an ipc path is limited to 107 bytes on
 is cut silently by some libraries. It is never under the cache folder, whose path the operator chooses freely.
 """
 
+import fcntl
 import os
 import stat
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from common.errors import ConfigError
 
@@ -36,6 +38,11 @@ class Runtime:
     def broker_lock(self) -> Path:
         """Held by the broker for its life: a second bind on a live ipc path would succeed and steal it."""
         return self.folder / "broker.lock"
+
+    @property
+    def serve_lock(self) -> Path:
+        """Held by `serve`, so that a second instance stops before its parts meet the first one's."""
+        return self.folder / "serve.lock"
 
     @property
     def logs(self) -> Path:
@@ -79,3 +86,19 @@ def create(made: Runtime) -> None:
             raise ConfigError(f"the runtime folder {folder} is not a folder of ours; remove it or set MILLPOND_RUNTIME")
     if stat.S_IMODE(made.folder.stat().st_mode) & 0o077:
         made.folder.chmod(0o700)
+
+
+def hold(path: Path) -> IO[str]:
+    """Lock a file of the runtime folder until the process ends or the result is closed. Raises ConfigError when it is held."""
+    try:
+        file = path.open("a")
+    except OSError as error:
+        raise ConfigError(f"cannot open {path}: {error.strerror}; set MILLPOND_RUNTIME") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"another millpond holds {path.parent}; stop it, or choose another --port or MILLPOND_RUNTIME"
+        ) from None
+    return file

@@ -189,6 +189,17 @@ class Harness:
 
     # -- questions
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`millpond ARGUMENTS` against this instance."""
+        return subprocess.run(
+            [sys.executable, "-m", "scripts.millpond", *arguments, "--port", str(self.port)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, Any]:
         """Status and JSON of a GET."""
         return self._http(urllib.request.Request(self.url + path), timeout_s)

@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     place = runtime.runtime(chosen.port, chosen.runtime)
     runtime.create(place)
     host = environment.get("MILLPOND_HOST", "127.0.0.1")
-    check_port(host, chosen.port)
-    return Instance(environment, place, host, chosen.port, chosen.shutdown_timeout).run()
+    with runtime.hold(place.serve_lock):
+        check_port(host, chosen.port)
+        return Instance(environment, place, host, chosen.port, chosen.shutdown_timeout).run()
 
 
 def demo(home: Path) -> ModelChoice:

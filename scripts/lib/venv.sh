@@ -104,7 +104,8 @@ install_extras() {
     local repo="$1" extras="$2"
     say "installing Millpond into $repo/.venv${extras:+ with $extras}; the first time takes minutes"
     rm -f "$repo/.venv/millpond-stamp"
-    "$repo/.venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "$repo${extras:+[$extras]}" ||
+    # Twice quiet: errors only.
+    "$repo/.venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$repo${extras:+[$extras]}" ||
         die "installation failed: see pip's message above"
     { echo "$extras"; wanted_stamp "$repo"; } >"$repo/.venv/millpond-stamp.new"
     mv "$repo/.venv/millpond-stamp.new" "$repo/.venv/millpond-stamp"

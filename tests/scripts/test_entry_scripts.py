@@ -25,7 +25,8 @@ case "$*" in
         rm -rf "$4"; mkdir -p "$4/bin" "$4/lib/pythonX"
         echo "version = 3.11.0" >"$4/pyvenv.cfg"; echo "command = $0 -m venv $4" >>"$4/pyvenv.cfg"
         cp "$0" "$4/bin/python"
-        printf '#!/usr/bin/env bash\\necho "pid=$$ folder=$PWD arguments=$*"\\n' >"$4/bin/millpond"; chmod +x "$4/bin/millpond" ;;
+        printf '#!/usr/bin/env bash\\necho "pid=$$ folder=$PWD arguments=$*"\\n' >"$4/bin/millpond"
+        chmod +x "$4/bin/millpond" ;;
     "-m pip --version") [ -d "$here/../lib" ] ;;
     "-m pip install "*)
         echo "pip ${*: -1}" >>"$CALLS"
@@ -109,7 +110,8 @@ def installed(checkout: Checkout) -> Checkout:
 def test_the_first_start_installs_and_says_so_and_the_second_goes_on_at_once(checkout: Checkout) -> None:
     status, stdout, stderr = checkout.run("serve", "--port", "1")
     assert status == 0 and stdout.endswith("arguments=serve --port 1\n")
-    assert stderr == f"millpond: installing Millpond into {checkout.repo}/.venv with cpu; the first time takes minutes\n"
+    where = checkout.repo / ".venv"
+    assert stderr == f"millpond: installing Millpond into {where} with cpu; the first time takes minutes\n"
     assert checkout.calls() == ["venv", checkout.installs("cpu")]
 
     status, stdout, stderr = checkout.run("serve", "a b", "c")

@@ -1,0 +1,85 @@
+"""The division of a memory budget."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.errors import ConfigError
+from worker.model_files import ModelFacts
+from worker.plan import FLOAT32, KEEP, KV_COPIES, OVERHEAD_BYTES, held_precision, plan
+
+MIB, GIB = 2**20, 2**30
+
+FACTS = ModelFacts(
+    kind="llama",
+    parameters=1_000_000_000,
+    stored_bytes=600 * MIB,
+    float32_bytes=4_000_000_000,
+    quantization="4-bit",
+    context=8192,
+    layers=30,
+    kv_heads=3,
+    head_size=64,
+    kv_values_per_token=11_520,
+    value_bytes=2,
+    eos_ids=(2,),
+    defaults={},
+    estimated=False,
+)
+
+
+def test_a_large_budget_gives_all_slots_their_whole_context() -> None:
+    made = plan(64 * GIB, FACTS, 1, 16)
+    assert (made.slots, made.kv_tokens, made.precision) == (16, 16 * 8192, KEEP)
+    assert (made.weight_bytes, made.kv_bytes_per_token) == (600 * MIB, 23_040)
+
+
+@pytest.mark.parametrize("budget", [2 * GIB, 3 * GIB, 7 * GIB, 20 * GIB])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_is_planned_stays_inside_its_share(budget: int, workers: int, on_cpu: bool) -> None:
+    try:
+        made = plan(budget, FACTS, workers, 16, on_cpu=on_cpu)
+    except ConfigError:
+        assert budget // workers < 2 * GIB
+        return
+    used = made.weight_bytes + OVERHEAD_BYTES + KV_COPIES * made.kv_tokens * made.kv_bytes_per_token
+    assert used <= made.share_bytes == budget // workers
+    assert made.kv_tokens >= 1024 and 1 <= made.slots <= 16
+    assert made.slots * 256 <= made.kv_tokens
+
+
+def test_two_workers_get_half_each() -> None:
+    one, two = plan(8 * GIB, FACTS, 1, 64), plan(8 * GIB, FACTS, 2, 64)
+    assert two.share_bytes == 4 * GIB
+    assert 2 * two.kv_tokens < one.kv_tokens
+
+
+def test_float32_is_held_on_a_cpu_where_it_fits() -> None:
+    assert plan(16 * GIB, FACTS, 1, 16, on_cpu=True).precision == FLOAT32
+    assert plan(16 * GIB, FACTS, 1, 16, on_cpu=True).kv_bytes_per_token == 46_080
+    assert plan(2 * GIB, FACTS, 1, 16, on_cpu=True).precision == KEEP
+    assert plan(16 * GIB, FACTS, 1, 16, on_cpu=True, cpu_weights=KEEP).precision == KEEP
+    assert held_precision(FLOAT32, FACTS, GIB, on_cpu=True) == FLOAT32
+    assert held_precision(FLOAT32, FACTS, 16 * GIB, on_cpu=False) == KEEP
+
+
+def test_what_does_not_fit_is_an_error_that_says_by_how_much() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(2 * GIB, FACTS, 2, 16)
+    text = str(caught.value)
+    needed = 600 * MIB + OVERHEAD_BYTES + KV_COPIES * 1024 * 23_040
+    assert f"{(needed - GIB) / GIB:.2f} GiB too little" in text and "2 workers" in text and "1.00 GiB" in text
+    with pytest.raises(ConfigError, match="1 worker is"):
+        plan(2 * GIB, FACTS, 1, 16, on_cpu=True, cpu_weights=FLOAT32)
+
+
+def test_a_wanted_context_bounds_the_cache_and_never_exceeds_the_models() -> None:
+    assert plan(64 * GIB, FACTS, 1, 4, 1000).kv_tokens == 4000
+    assert plan(64 * GIB, FACTS, 1, 4, 10**6).kv_tokens == 4 * 8192
+    assert plan(64 * GIB, replace(FACTS, context=100), 1, 4).slots == 4
+
+
+def test_a_model_whose_cache_is_unknown_gets_what_its_slots_ask_for() -> None:
+    made = plan(64 * GIB, replace(FACTS, kv_values_per_token=0, estimated=True), 1, 4)
+    assert made.kv_tokens == 4 * 8192
