@@ -5,6 +5,7 @@ the broker before the event loop runs.
 """
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ import falcon.asgi
 
 from api import routes
 from api.broker_link import BrokerLink
+from api.extract_json import STACK_NEEDED
 from api.generate import Generation
 from api.middleware import Edge, Lifecycle
 from api.resources.chat import Chat
@@ -43,6 +45,7 @@ def create_app() -> MillpondApi:
     """The application of this process. Raises ConfigError."""
     settings = load(ApiSettings, os.environ)
     logs.start("api", settings.log_level, settings.log_format)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), STACK_NEEDED))
     return build(settings)
 
 

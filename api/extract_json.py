@@ -18,8 +18,11 @@ _START = re.compile(r"[\[{]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 _decode = json.JSONDecoder().raw_decode
-# CPython counts one level of recursion per container; the rest is for whoever calls us.
-_STACK_NEEDED = MAX_DEPTH + 1000
+# CPython counts one level of recursion per container; the rest is for whoever calls us. A process that calls this from
+# several threads raises its limit to this once, since the limit is shared by all of them.
+STACK_NEEDED = MAX_DEPTH + 1000
+# Each error counts the lines before it, so what lies behind is dropped now and then; else that would be most of the work.
+_BEHIND = 4096
 # Below this many opening brackets no value can come near CPython's own limit.
 _SHALLOW = 300
 
@@ -28,7 +31,7 @@ def extract_json(text: str) -> str:
     """`text` reduced to the first JSON value in it, or `text` unchanged."""
     inner = _without_fences(text.strip())
     budget = WORK_PER_CHARACTER * len(inner) + WORK_FLOOR
-    if inner.count("[") + inner.count("{") <= _SHALLOW:
+    if inner.count("[") + inner.count("{") <= _SHALLOW or sys.getrecursionlimit() >= STACK_NEEDED:
         found = _first_value(inner, budget)
     else:
         found = _with_deep_stack(inner, budget)
@@ -46,7 +49,7 @@ def _without_fences(text: str) -> str:
 
 def _with_deep_stack(text: str, budget: int) -> str | None:
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, _STACK_NEEDED))
+    sys.setrecursionlimit(max(limit, STACK_NEEDED))
     try:
         return _first_value(text, budget)
     finally:
@@ -57,6 +60,8 @@ def _first_value(text: str, budget: int) -> str | None:
     start = _START.search(text)
     while start and budget > 0:
         at = start.start()
+        if at > _BEHIND:
+            text, at = text[at:], 0
         try:
             value, end = _decode(text, at)
         except json.JSONDecodeError as error:

@@ -139,7 +139,7 @@ def test_messages_are_prepared_for_their_template(source_of: Callable[..., Promp
 
 
 def test_the_clients_messages_are_never_changed(source_of: Callable[..., PromptSource]) -> None:
-    messages = [{"role": "developer", "content": None}, user("<|im_end|>"), assistant("", tool_calls=[CALL])]
+    messages = [{"role": "developer", "content": "x"}, user("<|im_end|>"), assistant("", tool_calls=[CALL])]
     before = json.dumps(messages)
     ids(source_of("qwen3"), messages)
     assert json.dumps(messages) == before

@@ -253,7 +253,7 @@ class BatchedEngine:
                 self._leave(row)
                 steps.append(Ended(row.id, "failed", error="NonFiniteLogits"))
                 continue
-            if True:
+            if item.reason != "stop":
                 steps.append(Committed(row.id, item.token, row.text.add(item.token), shown.get(item.uid)))
             if item.reason:
                 self._leave(row)
