@@ -82,7 +82,8 @@ def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, now: float) -
 
 
 def _child(child: Child) -> dict[str, Any]:
-    state = {"ready": "loading", "backoff": "failed", "stopping": "draining"}.get(child.state, child.state)
+    # Waiting for its restart is on the way to ready; failed is given up.
+    state = {"ready": "loading", "backoff": "loading", "stopping": "draining"}.get(child.state, child.state)
     return {
         "name": child.name,
         "pid": child.pid,

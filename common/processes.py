@@ -23,12 +23,13 @@ class DeathPipe:
     """The parent's side: keep it open while children may live."""
 
     def __init__(self) -> None:
-        self.read_end, self._write_end = os.pipe()
-        os.set_inheritable(self.read_end, False)
+        self._ends: tuple[int, ...] = os.pipe()
+        self.read_end = self._ends[0]
 
     def close(self) -> None:
-        """Tell all children to end."""
-        for end in (self.read_end, self._write_end):
+        """Tell all children to end. Again is fine."""
+        ends, self._ends = self._ends, ()
+        for end in ends:
             os.close(end)
 
 

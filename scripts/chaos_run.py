@@ -56,6 +56,7 @@ class Chaos:
         # When an API process was last killed, frozen or reloaded: only then may a connection break without a word.
         self.api_hurt_at = 0.0
         self.frozen: dict[int, float] = {}
+        self.last: dict[str, Any] = {}
 
     async def run(self) -> None:
         """Everything at once until the time is over, then the reckoning."""
@@ -231,7 +232,7 @@ class Chaos:
         """Three early deaths fail a model; the operator restarts it."""
         try:
             with BrokerClient(self.harness.place.front, "chaos") as broker:
-                if any(model["state"] == "failed" for model in broker.snapshot(2.0)["models"]):
+                if any(worker["state"] == "failed" for worker in broker.snapshot(2.0)["workers"]):
                     self.deeds["restart"] += 1
                     broker.admin("restart", timeout_s=2.0)
         except MillpondError:
@@ -245,7 +246,8 @@ class Chaos:
         def recovered() -> bool:
             self.lift()
             try:
-                rows = self.harness.snapshot()["workers"]
+                self.last = self.harness.snapshot()
+                rows = self.last["workers"]
                 return len(rows) == 3 and all(row["state"] == "ready" for row in rows) and self.harness.idle()
             except MillpondError:
                 return False
@@ -262,7 +264,7 @@ class Chaos:
             left = self.harness.all_processes()
             assert not left, f"left behind: {left}"
         except AssertionError as error:
-            self.violations.append(f"at the end: {error}")
+            self.violations.append(f"at the end: {error}; {json.dumps(self.last)}")
 
 
 def run(seed: int, seconds: float, model: Path) -> Chaos:

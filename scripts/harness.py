@@ -24,6 +24,7 @@ import psutil
 
 from common import runtime
 from common.client import BrokerClient
+from common.processes import DEATH_PIPE, DeathPipe
 
 
 def free_port() -> int:
@@ -62,6 +63,8 @@ class Harness:
         self.environment = inherited | {"MILLPOND_RUNTIME": self.folder} | (environment or {})
         self.flags = ["--port", str(self.port), *(["--model", f"m={model}"] if model else []), *flags]
         self.lines: list[str] = []
+        # A test run that is killed takes its instances with it.
+        self._pipe = DeathPipe()
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -86,13 +89,14 @@ class Harness:
         """Start and return at once."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "scripts.millpond", "serve", *self.flags],
-            env=self.environment,
+            env=self.environment | {DEATH_PIPE: str(self._pipe.read_end)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=(self._pipe.read_end,),
         )
         self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
         self._reader.start()
@@ -186,6 +190,7 @@ class Harness:
             except psutil.Error:
                 continue
         self._reader.join(10)
+        self._pipe.close()
 
     # -- questions
 

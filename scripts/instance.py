@@ -17,7 +17,7 @@ from typing import Any
 
 from common import logs
 from common.client import BrokerClient, NoBroker
-from common.processes import DeathPipe, kill_session, python, spawn
+from common.processes import DeathPipe, end_with_parent, kill_session, python, spawn
 from common.runtime import Runtime
 from scripts.banner import banner
 
@@ -60,6 +60,7 @@ class Instance:
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM. 0: nothing was cut; 1: something was, or a part could not start; 2: settings."""
+        end_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._signalled)
         logs.start("serve", self._environment.get("MILLPOND_LOG_LEVEL", "info"), self._environment.get("MILLPOND_LOG_FORMAT", "text"))

@@ -2,7 +2,7 @@
 
 The only module with memory limits and backend differences. Must never know a model or a request. mlx is imported inside
 the functions that need it: the pool uses cpu_environment() and probe() and may not open a device.
-Invariant: nothing here changes a limit that it was not asked to change; BatchGenerator's own wired limit is undone.
+Invariant: a worker's environment never names a library that would not run on this machine.
 """
 
 import ctypes
@@ -13,8 +13,7 @@ import platform
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -96,25 +95,6 @@ def clear_cache() -> None:
     import mlx.core as mx
 
     mx.clear_cache()
-
-
-@contextmanager
-def wired_limit_kept() -> Iterator[None]:
-    """Undo whatever the block does to the wired limit: mlx-lm raises it to the device's whole working set, and machines
-    have panicked from that. Only Metal has one."""
-    import mlx.core as mx
-
-    if backend() != METAL:
-        yield
-        return
-    # There is no getter; setting returns the old value.
-    old = mx.set_wired_limit(0)
-    mx.set_wired_limit(old)
-    try:
-        yield
-    finally:
-        mx.synchronize()
-        mx.set_wired_limit(old)
 
 
 def describe() -> dict[str, int | str]:

@@ -132,7 +132,8 @@ class Supervision:
         model.early_deaths = model.early_deaths + 1 if early else 0
         child.in_a_row = child.in_a_row + 1 if early else 1
         child.restarts += 1
-        if model.early_deaths >= EARLY_DEATHS:
+        if model.failed or model.early_deaths >= EARLY_DEATHS:
+            # The others that still run go on; whoever ends is not started again until restart().
             model.failed = True
             return self._fail(model)
         child.state = "backoff"

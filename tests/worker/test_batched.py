@@ -117,6 +117,17 @@ def test_a_long_prompt_is_read_in_steps_while_others_decode(engine: BatchedEngin
     assert {total for _, total in replies[rid(1)].reads} == {200}
 
 
+def test_prompts_that_were_read_leave_room_for_others_to_be_read_together(engine: BatchedEngine) -> None:
+    replies = {rid(n): Reply() for n in range(3)}
+    engine.start(rid(0), request(0, 100, max_tokens=60))
+    while not replies[rid(0)].tokens:
+        collect(replies, engine.step())
+    engine.start(rid(1), request(1, 90))
+    engine.start(rid(2), request(2, 90))
+    collect(replies, engine.step())
+    assert replies[rid(1)].reads == replies[rid(2)].reads == [(32, 90)]
+
+
 def test_only_prompts_of_like_length_are_read_in_one_rectangle() -> None:
     assert read_well_together([3000], 256)
     assert read_well_together([40, 44, 41, 39, 50, 44, 60], 256)
@@ -449,23 +460,28 @@ def test_weights_that_are_missing_are_a_config_error(tiny_model: Path, tmp_path:
         BatchedEngine(tmp_path).load(lambda words: None)
 
 
-@pytest.mark.slow
-def test_quantized_weights_held_as_float32_give_the_same_logits(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored", "mode"), [("float32", "affine"), ("bfloat16", "affine"), ("bfloat16", "mxfp4")])
+def test_quantized_weights_held_as_float32_give_the_same_logits(
+    tiny_model: Path, tmp_path: Path, stored: str, mode: str
+) -> None:
     import mlx.nn as nn
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     from worker.engines.weights import load_weights
 
     model, config = load_model(tiny_model)
-    _, config = quantize_model(model, config, group_size=32, bits=4)
+    model.set_dtype(getattr(mx, stored))
+    _, config = quantize_model(model, config, group_size=32, bits=4, mode=mode)
     save_model(tmp_path, model)
     save_config(config, tmp_path / "config.json")
     kept, unpacked = (load_weights(tmp_path, precision, lambda words: None) for precision in ("keep", "float32"))
     assert any(isinstance(module, nn.QuantizedLinear) for _, module in kept.named_modules())
     assert not any(isinstance(module, nn.QuantizedLinear) for _, module in unpacked.named_modules())
+    assert {weight.dtype for _, weight in _weights(unpacked)} == {mx.float32}
+    # With activations in float32 both compute the same, whatever the scales are stored in.
+    kept.set_dtype(mx.float32)
     tokens = mx.array([prompt(1, 20)])
     assert mx.allclose(kept(tokens), unpacked(tokens), atol=1e-3).item()
-    assert {weight.dtype for _, weight in _weights(unpacked)} == {mx.float32}
 
 
 def _weights(model: object) -> list[tuple[str, object]]:

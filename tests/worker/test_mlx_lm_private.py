@@ -12,7 +12,6 @@ import mlx_lm  # noqa: E402
 import mlx_lm.utils  # noqa: E402
 from mlx_lm.sample_utils import make_logits_processors  # noqa: E402
 
-from worker import device  # noqa: E402
 from worker.engines import mlx_lm_0_32  # noqa: E402
 
 GENERATOR = mlx_lm_0_32.generate.BatchGenerator
@@ -64,7 +63,6 @@ def test_making_a_batch_leaves_the_wired_limit_as_it_was(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
     monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 900})
-    monkeypatch.setattr(device, "backend", lambda: device.METAL)
     batch = mlx_lm_0_32.Batch(object(), 4, 32, 1, [2])  # type: ignore[arg-type]
     assert 900 in limits and limits[-1] == 100
     limits.append(555)

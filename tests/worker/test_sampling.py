@@ -69,12 +69,28 @@ def test_top_k_and_min_p_keep_what_they_say() -> None:
     assert set(drawn(row, Sampling(top_k=WIDTH + 5, top_p=0.0001))) == {order[0]}
 
 
-@pytest.mark.parametrize("settings", [Sampling(), Sampling(top_p=0.9999), Sampling(top_k=200), Sampling(temperature=0.5)])
+@pytest.mark.parametrize(
+    "settings", [Sampling(), Sampling(top_p=0.9999), Sampling(top_k=200), Sampling(min_p=0.001), Sampling(temperature=0.5)]
+)
 def test_frequencies_follow_the_probabilities(settings: Sampling) -> None:
-    row = logprobs(5, spread=4.0)
-    tokens = drawn(row, settings, count=2000)
-    for token, share in ranked(row, settings.temperature)[:3]:
-        assert tokens.count(token) / 2000 == pytest.approx(share, abs=0.06)
+    row = weighted({4000: 0.45, 3: 0.3, 900: 0.2, 2: 0.05})
+    tokens = drawn(row, settings, count=1500)
+    for token, share in ranked(row, settings.temperature)[:4]:
+        assert tokens.count(token) / 1500 == pytest.approx(share, abs=0.04)
+
+
+def test_the_token_that_completes_the_nucleus_belongs_to_it() -> None:
+    row = weighted({4000: 0.4, 3: 0.3, 900: 0.2, 2: 0.1})
+    for top_p, kept in ((0.39, {4000}), (0.41, {4000, 3}), (0.69, {4000, 3}), (0.71, {4000, 3, 900})):
+        assert set(drawn(row, Sampling(top_p=top_p))) == kept
+
+
+def weighted(shares: dict[int, float]) -> "mx.array":
+    """Log-probabilities of a few tokens; the others have next to none."""
+    row = [-30.0] * WIDTH
+    for token, share in shares.items():
+        row[token] = math.log(share)
+    return mx.array([row])
 
 
 @pytest.mark.parametrize("settings", [Sampling(seed=9), Sampling(seed=9, top_p=0.9), Sampling(seed=9, top_k=100)])
@@ -91,12 +107,20 @@ def test_a_seeded_draw_does_not_depend_on_how_many_candidates_were_looked_at() -
     assert [few(row).item() for _ in range(30)] == [many(row).item() for _ in range(30)]
 
 
-def test_seeded_draws_are_spread_like_unseeded_ones() -> None:
-    row = logprobs(5, spread=4.0)
-    seeded = SeededDraw(Sampling(seed=11, top_p=0.999), 64, 0)
-    tokens = [seeded(row).item() for _ in range(700)]
-    for token, share in ranked(row)[:2]:
-        assert tokens.count(token) / 700 == pytest.approx(share, abs=0.06)
+def test_a_seeded_draw_survives_that_two_candidates_change_places() -> None:
+    one, other = weighted({7: 0.5, 4001: 0.4999}), weighted({7: 0.4999, 4001: 0.5})
+    first, second = (SeededDraw(Sampling(seed=5, top_p=0.95), 64, 0) for _ in range(2))
+    tokens = [first(one).item() for _ in range(60)]
+    assert tokens == [second(other).item() for _ in range(60)] and set(tokens) == {7, 4001}
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_seeded_draws_are_spread_like_unseeded_ones(top_p: float) -> None:
+    row = weighted({4000: 0.45, 3: 0.3, 900: 0.25})
+    seeded = SeededDraw(Sampling(seed=11, top_p=top_p), 64, 0)
+    tokens = [seeded(row).item() for _ in range(500)]
+    for token, share in ranked(row)[:3]:
+        assert tokens.count(token) / 500 == pytest.approx(share, abs=0.07)
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 0.0, 5e-5])

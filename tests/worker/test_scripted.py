@@ -137,11 +137,12 @@ def test_logprobs_have_as_many_rivals_as_were_asked_for(
 # --- When it comes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("by_default", [True, False])
 def test_tokens_come_at_their_rate_after_their_delay(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock
+    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock, by_default: bool
 ) -> None:
-    engine = make()
-    engine.start(ONE, ask(scripted(count=5, rate=10, delay_s=0.5)))
+    engine = make(rate=10, delay_s=0.5) if by_default else make(rate=7, delay_s=3)
+    engine.start(ONE, ask(scripted(count=5) if by_default else scripted(count=5, rate=10, delay_s=0.5)))
     replies = {ONE: Reply()}
     begun = clock.now
     assert engine.due_in() == 0.0

@@ -62,6 +62,21 @@ def test_three_early_deaths_in_a_row_fail_the_model_until_restart() -> None:
     assert core.model_plans()[0].state == "starting" and core.tick(now) == [Start("m-0")]
 
 
+def test_the_survivors_of_a_failed_model_serve_on_and_are_not_replaced() -> None:
+    core = pool(2)
+    start(core, "m-1", 50)
+    now = 0.0
+    for death in range(3):
+        start(core, pid=death + 1, now=now)
+        core.exited("m-0", 1, now + 1.0)
+        now += 60.0
+    assert core.model_plans()[0].state == "ready"
+    core.exited("m-1", -9, now)
+    assert core.model_plans()[0].state == "failed" and core.tick(now + 100) == []
+    core.restart("m-1", now)
+    assert core.tick(now) == [Start("m-1")]
+
+
 def test_a_death_after_a_long_life_forgives_the_early_ones() -> None:
     core = pool()
     now = 0.0

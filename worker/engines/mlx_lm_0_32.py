@@ -15,8 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model, load_model
 
-from worker import device
-
 VERSION = "0.32.2"
 
 # `import mlx_lm.generate` yields the function of that name, which the package binds over its module.
@@ -60,21 +58,22 @@ class Batch:
     """Continuous batching of one model: rows join and leave between steps. All calls from the thread that loaded it."""
 
     def __init__(self, model: nn.Module, slots: int, prefill_step: int, prefill_batch: int, stop_ids: Sequence[int]) -> None:
-        with device.wired_limit_kept():
-            self._generator = generate.BatchGenerator(
-                model,
-                completion_batch_size=slots,
-                prefill_batch_size=prefill_batch,
-                prefill_step_size=prefill_step,
-            )
-            # It would set the limit of its construction again when it is collected, whatever happened to it since.
-            self._generator.close()
+        self._generator = generate.BatchGenerator(
+            model,
+            completion_batch_size=slots,
+            prefill_batch_size=prefill_batch,
+            prefill_step_size=prefill_step,
+        )
+        # The constructor raises the wired limit to the device's whole working set, which machines have panicked from.
+        # Closing puts back the limit found before and does nothing else; otherwise that would happen at some later time,
+        # when the object is collected.
+        self._generator.close()
         self._stops = generate.StopSequences([[token] for token in stop_ids])
 
-    def insert(self, prompt: Sequence[int], max_tokens: int, sampler: Sampler, processors: Sequence[Processor]) -> int:
+    def insert(self, prompt: list[int], max_tokens: int, sampler: Sampler, processors: Sequence[Processor]) -> int:
         """A new row; returns its uid. Raises ValueError for an empty prompt and for max_tokens below 1."""
         (uid,) = self._generator.insert(
-            [list(prompt)],
+            [prompt],
             max_tokens=[max_tokens],
             samplers=[sampler],
             logits_processors=[list(processors)],

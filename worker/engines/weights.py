@@ -22,6 +22,8 @@ def load_weights(folder: Path, precision: str, progress: Callable[[str], None]) 
         model = mlx_lm_0_32.load(folder)
         if precision == FLOAT32:
             progress("converting the weights to float32")
+            # First the scales, so that nothing is rounded to their half precision; then what had no float scales.
+            model.set_dtype(mx.float32)
             model = mlx_lm_0_32.unpack_quantized(model)
             model.set_dtype(mx.float32)
         _evaluate(model)
