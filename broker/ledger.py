@@ -13,7 +13,19 @@ from broker import policy
 from broker.deadlines import Deadlines
 from broker.records import Effect, Lease, Model, Phase, Relay, Request, ToApi, ToWorker, Worker
 from broker.settings import BrokerSettings
-from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Stop, Submit, WorkerFacts
+from broker.traces import Traces
+from common.envelope import (
+    Dispatch,
+    Done,
+    ModelPlan,
+    Rejected,
+    Reserve,
+    Reserved,
+    Started,
+    Stop,
+    Submit,
+    WorkerFacts,
+)
 from common.ids import PeerId, RequestId
 from common.outcomes import Outcome
 
@@ -33,7 +45,7 @@ class Ledger:
         self.workers: dict[PeerId, Worker] = {}
         self.by_api: dict[PeerId, dict[RequestId, None]] = {}
         self.draining = False
-        self.tokens_served = {"prompt": 0, "cached": 0, "completion": 0}
+        self.traces = Traces()
         self._deadlines: Deadlines[tuple[str, RequestId]] = Deadlines()
         self._arrivals = 0
         self._dispatches = 0
@@ -80,6 +92,7 @@ class Ledger:
             self.requests[id] = model.requests[id] = request
             self.by_api.setdefault(api, {})[id] = None
             self._deadlines.set(("reservation", id), now + self._settings.reservation_timeout)
+            self.traces.begin(id, message.label, model.name, now)
         prints = {worker.facts.fingerprint for worker in self.workers_of(model.name) if not worker.leaving}
         return [ToApi(api, Reserved(message.requests[0], prints.pop() if len(prints) == 1 else ""))]
 
@@ -104,6 +117,7 @@ class Ledger:
         self._arrivals += 1
         request.arrival = self._arrivals
         request.submitted_at = now
+        self.traces.mark(request.id, "submitted", now)
         self._deadlines.drop(("reservation", request.id))
         self._deadlines.set(("total", request.id), request.reserved_at + self._settings.request_timeout)
         self._wait(request, now)
@@ -186,12 +200,18 @@ class Ledger:
                 self._wait(request, now)
         return self.worker_lost(peer, now)
 
-    def started(self, peer: PeerId, id: RequestId, attempt: int) -> list[Effect]:
+    def started(self, peer: PeerId, message: Started, now: float) -> list[Effect]:
         """Shape and grammar accepted."""
-        request = self._wanted(peer, id, attempt)
-        return [Relay(request.api)] if request else []
+        request = self._wanted(peer, message.request, message.attempt)
+        if request is None:
+            return []
+        trace = self.traces.mark(request.id, "started", now)
+        if trace is not None:
+            trace.workers.append(self.workers[peer].name)
+            trace.lane = message.lane
+        return [Relay(request.api)]
 
-    def tokens(self, peer: PeerId, id: RequestId, attempt: int) -> list[Effect]:
+    def tokens(self, peer: PeerId, id: RequestId, attempt: int, now: float) -> list[Effect]:
         """Pieces for the client. The first ones end the chance of a second attempt, so the payload can go."""
         request = self._wanted(peer, id, attempt)
         if request is None:
@@ -199,18 +219,24 @@ class Ledger:
         if not request.streaming:
             request.streaming = True
             request.payload = b""
+            self.models[request.model].histograms["time_to_first_token"].observe(now - request.submitted_at)
+            self.traces.mark(id, "first_tokens", now)
         return [Relay(request.api)]
 
-    def done(self, peer: PeerId, message: Done, now: float) -> list[Effect]:
+    def done(self, peer: PeerId, message: Done, payload: bytes, now: float) -> list[Effect]:
         """The one place where a slot comes back from a live worker."""
         worker = self.workers.get(peer)
         lease = worker.leases.get(message.request) if worker else None
         if worker is None or lease is None or lease.attempt != message.attempt:
             return []
         del worker.leases[message.request]
-        self.tokens_served["prompt"] += message.prompt_tokens
-        self.tokens_served["cached"] += message.cached_tokens
-        self.tokens_served["completion"] += message.completion_tokens
+        served = self.models[worker.facts.model].tokens
+        served["prompt"] += message.prompt_tokens
+        served["cached"] += message.cached_tokens
+        served["completion"] += message.completion_tokens
+        trace = self.traces.get(RequestId(message.request))
+        if trace is not None:
+            trace.worker_payload = payload
         effects: list[Effect] = []
         if lease.stopping_at is None:
             request = self.requests[message.request]
@@ -356,6 +382,9 @@ class Ledger:
         request.attempt += 1
         request.worker = worker.peer
         request.dispatched_at = now
+        if request.attempt == 1:
+            self.models[request.model].histograms["queue_wait"].observe(now - request.submitted_at)
+        self.traces.mark(request.id, "dispatched", now)
         worker.leases[request.id] = Lease(request.attempt, request.tokens)
         return ToWorker(worker.peer, Dispatch(request.id, request.attempt, request.label), request.payload)
 
@@ -388,6 +417,10 @@ class Ledger:
         if outcome is not None:
             model.finished[outcome] = model.finished.get(outcome, 0) + 1
             model.ended_at.append(now)
+            model.histograms["request"].observe(now - request.reserved_at)
+        trace = self.traces.mark(request.id, "ended", now)
+        if trace is not None:
+            trace.outcome = outcome.value if outcome is not None else "released"
 
     def _forget_if_empty(self, model: Model) -> None:
         # Names come from API processes, which check them; still, a name nobody serves must not stay for ever.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from broker.waiting import WaitingLine
 from common.envelope import Message, ModelPlan, WorkerFacts
+from common.histograms import BOUNDS, Histogram
 from common.ids import PeerId, RequestId
 from common.outcomes import Outcome
 
@@ -99,6 +100,8 @@ class Model:
     ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     refused: dict[Outcome, int] = field(default_factory=dict)
     finished: dict[Outcome, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0, "completion": 0})
+    histograms: dict[str, Histogram] = field(default_factory=lambda: {kind: Histogram(kind) for kind in BOUNDS})
 
 
 class ToApi(NamedTuple):

@@ -12,7 +12,7 @@ from common import __version__
 from common.envelope import Child
 
 
-def snapshot(ledger: Ledger, roster: Roster, max_queue: int, epoch: str, malformed: int, now: float) -> dict[str, Any]:
+def snapshot(ledger: Ledger, roster: Roster, max_queue: int, now: float) -> dict[str, Any]:
     """Values of today's types only (msgpack and JSON take it as it is)."""
     requests = ledger.requests.values()
     waiting = [request for request in requests if request.phase is Phase.WAITING]
@@ -39,12 +39,12 @@ def snapshot(ledger: Ledger, roster: Roster, max_queue: int, epoch: str, malform
         },
         "refused": refused,
         "finished": finished,
-        "tokens": dict(ledger.tokens_served),
+        "tokens": {
+            kind: sum(model.tokens[kind] for model in ledger.models.values()) for kind in ("prompt", "cached", "completion")
+        },
         "draining": ledger.draining,
         "apis": [{"name": record.name, "pid": record.pid} for record in roster.of_role("api")],
         "pools": len(roster.of_role("pool")),
-        "malformed": malformed,
-        "epoch": epoch,
         "version": __version__,
     }
 
@@ -128,4 +128,8 @@ def _model(ledger: Ledger, name: str) -> dict[str, Any]:
         "lanes": list(facts.lanes) if facts else [],
         "abilities": list(facts.abilities) if facts else [],
         "fingerprint": facts.fingerprint if facts else "",
+        "finished": {outcome.value: count for outcome, count in model.finished.items()},
+        "refused": {outcome.value: count for outcome, count in model.refused.items()},
+        "tokens": dict(model.tokens),
+        "histograms": {kind: histogram.packed() for kind, histogram in model.histograms.items()},
     }

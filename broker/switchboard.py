@@ -16,6 +16,7 @@ from common.envelope import (
     Admin,
     AdminReply,
     Cancel,
+    Dispatch,
     Done,
     Goodbye,
     Heartbeat,
@@ -32,6 +33,8 @@ from common.envelope import (
     Status,
     Submit,
     Tokens,
+    TraceMarks,
+    TraceQuery,
     Welcome,
     decode,
 )
@@ -40,12 +43,14 @@ from common.ids import PeerId
 
 HEARTBEAT_MS = 1000
 FRONT_ROLES = frozenset({"api", "command"})
+# What an API process refuses without asking the broker, by status, as its REPORT counts it.
+API_REFUSALS = frozenset(f"refused_{status}" for status in (400, 401, 403, 404, 405, 408, 413))
 
 _ALLOWED: dict[str, tuple[type, ...]] = {
-    "api": (Reserve, Release, Submit, Cancel, Status, Report, Heartbeat, Goodbye),
+    "api": (Reserve, Release, Submit, Cancel, Status, Report, TraceMarks, Heartbeat, Goodbye),
     "worker": (Started, Tokens, Done, Report, Heartbeat, Goodbye),
     "pool": (PoolState, Report, Heartbeat, Goodbye),
-    "command": (Status, Admin, Heartbeat, Goodbye),
+    "command": (Status, TraceQuery, Admin, Heartbeat, Goodbye),
 }
 
 
@@ -58,6 +63,7 @@ class Switchboard:
         self.ledger = Ledger(settings, now)
         self.roster = Roster(settings.silence, settings.stuck)
         self.malformed = 0
+        self.api_refused: dict[str, int] = {}
 
     # -- what the loop reports
 
@@ -86,8 +92,6 @@ class Switchboard:
         record = self.roster.peers.get(peer)
         if record is None:
             return []
-        from common.envelope import Dispatch
-
         effects: list[Effect] = []
         if isinstance(message, Dispatch):
             effects += self.ledger.dispatch_failed(peer, message.request, now)
@@ -107,7 +111,8 @@ class Switchboard:
 
     def snapshot(self, now: float) -> dict[str, object]:
         """As broker/snapshot describes it."""
-        return snapshot(self.ledger, self.roster, self._settings.max_queue, self.epoch, self.malformed, now)
+        whole = snapshot(self.ledger, self.roster, self._settings.max_queue, now)
+        return whole | {"epoch": self.epoch, "malformed": self.malformed, "api_refused": dict(self.api_refused)}
 
     # -- inside
 
@@ -115,24 +120,30 @@ class Switchboard:
         ledger, peer = self.ledger, record.id
         match message:
             case Tokens():
-                return ledger.tokens(peer, message.request, message.attempt)
+                return ledger.tokens(peer, message.request, message.attempt, now)
             case Heartbeat():
                 return []
             case Report():
-                record.report, record.reported_at = message, now
-                return []
+                return self._report(record, message, now)
             case Reserve():
                 return ledger.reserve(peer, message, now)
             case Submit():
                 return ledger.submit(peer, message, payload, now)
             case Started():
-                return ledger.started(peer, message.request, message.attempt)
+                return ledger.started(peer, message, now)
             case Done():
-                return ledger.done(peer, message, now)
+                return ledger.done(peer, message, payload, now)
             case Cancel():
                 return ledger.cancel(peer, message.request, now)
             case Release():
                 return ledger.release(peer, message.requests, now)
+            case TraceQuery():
+                return [Answer(Snapshot(message.question), msgpack.packb(ledger.traces.labelled(message.label)))]
+            case TraceMarks():
+                trace = ledger.traces.get(message.request)
+                if trace is not None:
+                    trace.api_payload = payload
+                return []
             case Status():
                 return [Answer(Snapshot(message.question), msgpack.packb(self.snapshot(now)))]
             case PoolState():
@@ -160,6 +171,20 @@ class Switchboard:
         if hello.worker is not None:
             effects += self.ledger.worker_joined(peer, hello.name, hello.worker, now)
         return effects
+
+    def _report(self, record: PeerRecord, report: Report, now: float) -> list[Effect]:
+        record.report, record.reported_at = report, now
+        if record.role == "api":
+            for cause, count in report.counters.items():
+                # A cause that no API of this version names would let a peer grow the table.
+                if cause in API_REFUSALS:
+                    self.api_refused[cause] = self.api_refused.get(cause, 0) + count
+        elif record.role == "worker":
+            model = self.ledger.models[self.ledger.workers[record.id].facts.model]
+            for kind, packed in report.histograms.items():
+                if kind not in model.histograms or not model.histograms[kind].add(packed):
+                    self.malformed += 1
+        return []
 
     def _pool_state(self, state: PoolState, now: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -248,6 +248,19 @@ class AdminReply(_Message, tag=23):
     text: str
 
 
+class TraceMarks(_Message, tag=24):
+    """api -> broker at a request's end, payload: its own marks (common/generation), kept unopened for `millpond trace`."""
+
+    request: Id
+
+
+class TraceQuery(_Message, tag=25):
+    """command -> broker: the traces of all recent requests with this label; answered by SNAPSHOT with a list."""
+
+    question: Id
+    label: Name
+
+
 Message = (
     Hello
     | Welcome
@@ -272,6 +285,8 @@ Message = (
     | Snapshot
     | Admin
     | AdminReply
+    | TraceMarks
+    | TraceQuery
 )
 
 _PREFIX = bytes([VERSION])

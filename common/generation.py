@@ -96,7 +96,7 @@ class Summary(_Payload):
     """How a reply ended, from the worker: tokens counted, lane that really ran, what it took.
 
     completion_tokens counts every generated token without the stop token. Durations in milliseconds. error: type name of
-    what failed, never its text.
+    what failed, never its text. marks: (name, instant on the machine's monotonic clock in seconds), for `millpond trace`.
     """
 
     prompt_tokens: int = 0
@@ -110,6 +110,7 @@ class Summary(_Payload):
     decode_ms: float = 0.0
     first_token_ms: float = 0.0
     error: str = ""
+    marks: list[tuple[str, float]] = []
 
 
 T = TypeVar("T")
@@ -162,6 +163,16 @@ def unpack_pieces(data: bytes) -> list[Piece]:
 def pack_summary(summary: Summary) -> bytes:
     """Payload of DONE."""
     return _pack(summary)
+
+
+def pack_marks(marks: list[tuple[str, float]]) -> bytes:
+    """Payload of TRACE_MARKS."""
+    return msgpack.packb(marks)
+
+
+def unpack_marks(data: bytes) -> list[tuple[str, float]]:
+    """Payload of TRACE_MARKS. Raises ProtocolError."""
+    return _unpack(data, list[tuple[str, float]]) if data else []
 
 
 def unpack_summary(data: bytes) -> Summary:

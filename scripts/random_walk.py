@@ -16,7 +16,7 @@ from broker import invariants
 from broker.ledger import Ledger
 from broker.records import Effect, Phase, Relay, ToApi, ToWorker
 from broker.settings import BrokerSettings
-from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Stop, Submit, WorkerFacts
+from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Started, Stop, Submit, WorkerFacts
 from common.outcomes import Outcome
 
 SETTINGS = BrokerSettings(
@@ -249,11 +249,11 @@ class Walk:
         if peer not in self.ledger.workers:
             return  # the switchboard answers REFUSED to a session that is over
         if kind == "tokens":
-            effects = self.ledger.tokens(peer, fields[0], fields[1])
+            effects = self.ledger.tokens(peer, fields[0], fields[1], self.now)
         elif kind == "started":
-            effects = self.ledger.started(peer, *fields)
+            effects = self.ledger.started(peer, Started(*fields, "batched", "w"), self.now)
         else:
-            effects = self.ledger.done(peer, Done(*fields), self.now)
+            effects = self.ledger.done(peer, Done(*fields), b"", self.now)
         self.deliver(effects, (kind, fields))
 
     def time_passes(self) -> None:

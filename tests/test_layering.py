@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 OURS = ("common", "api", "broker", "worker", "scripts", "fixtures", "tests")
 
 PURE = {
-    "common": ["ids", "outcomes", "errors", "envelope", "generation", "session", "settings"],
-    "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines"],
+    "common": ["ids", "outcomes", "errors", "envelope", "generation", "histograms", "session", "settings"],
+    "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces"],
     "worker": ["engine", "stop_matcher", "running", "plan", "supervision"],
     "api": ["normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }

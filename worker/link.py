@@ -60,6 +60,8 @@ class Vitals:
     busy_since: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    # Packed histograms (kind, counts) since the last hand-over; appended by one thread, taken by the other.
+    histograms: deque[tuple[str, list[int]]] = field(default_factory=deque)
 
 
 class Link(threading.Thread):
@@ -124,6 +126,8 @@ class Link(threading.Thread):
             if closing and not self._outbox:
                 break
         if peer.live:
+            # What was counted since the last second.
+            peer.send(self._report(time.monotonic()))
             if not said_goodbye:
                 peer.send(Goodbye("told to end"))
             peer.send(Goodbye("done"))
@@ -155,7 +159,11 @@ class Link(threading.Thread):
         vitals = self._vitals
         busy_since = vitals.busy_since
         age_ms = 0 if busy_since is None else int((now - busy_since) * 1000)
-        return Report(vitals.running, max(0, age_ms), dict(vitals.memory), dict(vitals.counters), {})
+        merged: dict[str, list[int]] = {}
+        while vitals.histograms:
+            kind, packed = vitals.histograms.popleft()
+            merged[kind] = [a + b for a, b in zip(merged.get(kind, [0] * len(packed)), packed, strict=True)]
+        return Report(vitals.running, max(0, age_ms), dict(vitals.memory), dict(vitals.counters), merged)
 
     def _ring(self) -> None:
         try:

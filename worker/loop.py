@@ -12,6 +12,7 @@ from collections.abc import Callable
 from common import logs
 from common.envelope import Done, Message, Started, Tokens, encode
 from common.errors import ProtocolError
+from common.histograms import Histogram
 from common.generation import Piece, Summary, pack_pieces, pack_summary, unpack_request
 from common.ids import RequestId
 from common.outcomes import Outcome
@@ -39,6 +40,7 @@ class WorkerLoop:
         self._running: dict[RequestId, tuple[int, Running]] = {}
         self._posted: list[tuple[int, bytes, bytes]] = []
         self._memory_at = 0.0
+        self._inter_token = Histogram("inter_token")
         self.leave_at: float | None = None
 
     def leave(self, within_s: float) -> None:
@@ -140,6 +142,7 @@ class WorkerLoop:
         # A whole step's pieces for one request travel in one frame.
         pieces: dict[RequestId, list[Piece]] = {}
         finished: dict[RequestId, Finish] = {}
+        committed: dict[RequestId, int] = {}
         for step in steps:
             held = self._running.get(step.request)
             if held is None or step.request in finished:
@@ -147,6 +150,7 @@ class WorkerLoop:
             running = held[1]
             match step:
                 case Committed():
+                    committed[step.request] = committed.get(step.request, 0) + 1
                     pieces.setdefault(step.request, []).extend(running.committed(step, now))
                     if running.halted:
                         self._engine.cancel(step.request)
@@ -156,7 +160,11 @@ class WorkerLoop:
                     pieces.setdefault(step.request, []).extend(last)
                     finished[step.request] = finish
                 case Prefilled():
-                    running.prefilled(step)
+                    running.prefilled(step, now)
+        for id, count in committed.items():
+            interval_s, times = self._running[id][1].stepped(count, now)
+            if times:
+                self._inter_token.observe(interval_s, times)
         for id, ready in pieces.items():
             if id not in finished:
                 self._send_pieces(*self._running[id], ready)
@@ -206,4 +214,6 @@ class WorkerLoop:
         now = self._clock()
         if now >= self._memory_at:
             self._memory_at = now + MEMORY_S
+            if any(self._inter_token.counts):
+                self._vitals.histograms.append(("inter_token", self._inter_token.take()))
             self._vitals.memory = self._engine.memory()

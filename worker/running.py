@@ -13,6 +13,9 @@ from common.outcomes import Outcome
 from worker.engine import Committed, Ended, Prefilled
 from worker.stop_matcher import StopMatcher
 
+# Chunks of a prompt that a trace shows one by one: a 16,000-token prompt in steps of 256.
+MOST_MARKS = 64
+
 
 @dataclass(frozen=True)
 class Finish:
@@ -37,6 +40,8 @@ class Running:
         self._stop = StopMatcher(request.stop)
         self._started_at = now
         self._first_token_at: float | None = None
+        self._last_token_at: float | None = None
+        self._marks: list[tuple[str, float]] = [("taken", now)]
         self._completion = 0
         self._cached = 0
         self._seen = 0
@@ -48,9 +53,18 @@ class Running:
         """A stop string is complete: the engine must stop, and finish() is due."""
         return self._stop.matched is not None
 
-    def prefilled(self, step: Prefilled) -> None:
+    def prefilled(self, step: Prefilled, now: float) -> None:
         """A stretch of the prompt was read."""
         self._cached = step.cached
+        if len(self._marks) < MOST_MARKS:
+            self._marks.append((f"read {step.done} of {step.total}", now))
+
+    def stepped(self, count: int, now: float) -> tuple[float, int]:
+        """A step has committed `count` tokens: the mean seconds between tokens, and between how many of them."""
+        times = count if self._last_token_at is not None else count - 1
+        since = self._last_token_at if self._last_token_at is not None else now
+        self._last_token_at = now
+        return ((now - since) / times, times) if times else (0.0, 0)
 
     def committed(self, step: Committed, now: float) -> list[Piece]:
         """A token; the pieces that are certain with it."""
@@ -93,8 +107,13 @@ class Running:
                 decode_ms=(now - first) * 1000,
                 first_token_ms=(first - self._started_at) * 1000,
                 error=error,
+                marks=self._all_marks(now),
             ),
         )
+
+    def _all_marks(self, now: float) -> list[tuple[str, float]]:
+        first = [("first token", self._first_token_at)] if self._first_token_at is not None else []
+        return [*self._marks, *first, ("done", now)]
 
     def _pieces(self, text: str, *, last: bool = False) -> list[Piece]:
         self._given += len(text)

@@ -6,7 +6,7 @@ from broker import invariants, policy
 from broker.ledger import ASSEMBLY_S, Ledger
 from broker.records import Effect, Relay, ToApi, ToWorker
 from broker.settings import BrokerSettings
-from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Stop, Submit, WorkerFacts
+from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Started, Stop, Submit, WorkerFacts
 from common.outcomes import Outcome
 
 API = b"api"
@@ -48,7 +48,7 @@ class Book:
         return self.seen(self.ledger.submit(API, message, b"p%d" % number, self.now))
 
     def done(self, number: int, peer: bytes = b"w0", attempt: int = 1) -> list[Effect]:
-        return self.seen(self.ledger.done(peer, Done(id_(number), attempt, Outcome.STOP), self.now))
+        return self.seen(self.ledger.done(peer, Done(id_(number), attempt, Outcome.STOP), b"", self.now))
 
     def waiting(self) -> list[int]:
         return [int(id) for id in self.ledger.models["m"].line]
@@ -195,7 +195,7 @@ def test_a_cancelled_request_is_over_while_its_slot_is_not() -> None:
     effects = book.seen(book.ledger.cancel(API, id_(1), 0.0))
     assert effects == [ToWorker(b"w0", Stop(id_(1), 1)), ToApi(API, Done(id_(1), 1, Outcome.CANCELLED))]
     assert dispatched(book.submit(2)) == []
-    assert book.seen(book.ledger.tokens(b"w0", id_(1), 1)) == []
+    assert book.seen(book.ledger.tokens(b"w0", id_(1), 1, 0.0)) == []
     assert dispatched(book.done(1)) == [(2, 1, b"w0")]
     assert book.seen(book.ledger.cancel(API, id_(1), 0.0)) == []
 
@@ -211,8 +211,8 @@ def test_a_death_before_the_first_piece_is_retried_in_front_and_after_it_is_an_e
     book.submit(1)
     book.submit(2)
     book.submit(3)
-    book.seen(book.ledger.started(b"w0", id_(1), 1))
-    assert book.seen(book.ledger.tokens(b"w0", id_(2), 1)) == [Relay(API)]
+    book.seen(book.ledger.started(b"w0", Started(id_(1), 1, "batched", "w0"), 0.0))
+    assert book.seen(book.ledger.tokens(b"w0", id_(2), 1, 0.0)) == [Relay(API)]
     effects = book.seen(book.ledger.worker_lost(b"w0", 0.0))
     assert ends(effects) == {2: Outcome.WORKER_LOST}
     assert book.waiting() == [1, 3]

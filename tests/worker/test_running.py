@@ -19,7 +19,7 @@ def texts(pieces: list[Piece]) -> str:
 
 def test_a_plain_reply_is_its_tokens() -> None:
     one = running()
-    one.prefilled(Prefilled(ID, 3, 3, cached=2))
+    one.prefilled(Prefilled(ID, 3, 3, cached=2), 0.2)
     assert one.committed(Committed(ID, 5, "Hel"), 0.5) == [Piece(CONTENT, "Hel")]
     assert one.committed(Committed(ID, 6, ""), 0.6) == []
     pieces, finish = one.ended(Ended(ID, "stop", "lo"), 1.0)
