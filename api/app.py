@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import falcon.asgi
+import falcon.media
+import msgspec
 
 from api import routes
 from api.broker_link import BrokerLink
@@ -58,6 +60,9 @@ def build(settings: ApiSettings) -> MillpondApi:
     generation = Generation(models, link, threads, settings.max_prompt)
     app = falcon.asgi.App()
     app.add_error_handler(Exception, _leave_to_the_edge)
+    # One form of JSON for all routes, the compact one.
+    json_handler = falcon.media.JSONHandler(dumps=lambda value: msgspec.json.encode(value).decode())
+    app.resp_options.media_handlers[falcon.MEDIA_JSON] = json_handler
     resources: dict[routes.Route, Any] = {
         routes.CHAT: Chat(generation, settings),
         routes.MODELS: (entries := Models(models, link)),

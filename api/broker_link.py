@@ -118,7 +118,7 @@ class BrokerLink:
         """Nobody waits for these any more: give back what the broker still holds for them."""
         self._asked.pop(tickets[0].id, None)
         held = [ticket for ticket in tickets if self._tickets.pop(ticket.id, None)]
-        reserved = [ticket.id for ticket in held if ticket.state in ("asked", "reserved")]
+        reserved: list[bytes] = [ticket.id for ticket in held if ticket.state in ("asked", "reserved")]
         if reserved:
             self._send(Release(reserved))
         for ticket in held:

@@ -107,9 +107,7 @@ class ChatFormat:
     def __init__(self, reply_id: str, created: int, model: str, fingerprint: str) -> None:
         self._id, self._created, self._model, self._fingerprint = reply_id, created, model, fingerprint
         self.call_ids = NewCallId(reply_id)
-        head = (
-            f'"id":{_text(reply_id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)},"choices":['
-        )
+        head = f'"id":{_text(reply_id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)},"choices":['
         self._head = b"data: {" + head.encode()
         self._tail = b',"system_fingerprint":' + json_text(fingerprint) + b"}\n\n"
         self._end = _ENDING + self._tail

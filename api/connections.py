@@ -7,10 +7,14 @@ connection_made and connection_lost.
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from gunicorn.asgi.protocol import ASGIProtocol
 from gunicorn.workers import gasgi
+
+from api.request_line import RequestLine, new_label
+from api.responses import API_ERROR, INVALID, RequestError
 
 # What the kernel takes for a client that reads slowly: small, so that the bound on a stream's pieces is real.
 SEND_BUFFER = 65536
@@ -22,7 +26,7 @@ class Connections:
     def __init__(self, header_timeout_s: float, stall_timeout_s: float) -> None:
         self.header_timeout_s = header_timeout_s
         self.stall_timeout_s = stall_timeout_s
-        self.open: set["Connection"] = set()
+        self.open: set[Connection] = set()
 
     def install(self) -> None:
         """Make the worker use these; it looks the class up by name in its module for each connection."""
@@ -83,6 +87,21 @@ class Connection(ASGIProtocol):
         super()._close_transport()
         # A closed connection still waits for its client to take what is buffered.
         self._watch_progress()
+
+    def _send_error_response(self, status: int, message: str, extra_headers: Sequence[tuple[str, str]] = ()) -> None:
+        # The server's own refusals (a malformed request line, too many headers) come before any application.
+        line = RequestLine(label=new_label(), status=status, outcome="malformed")
+        error = RequestError(status, message, kind=INVALID if status < 500 else API_ERROR)
+        body = error.body()
+        headers = [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("x-request-id", line.label),
+        ]
+        lines = [f"{name}: {value}" for name, value in (*headers, *extra_headers, ("Connection", "close"))]
+        head = "\r\n".join([f"HTTP/1.1 {status} {self._get_reason_phrase(status)}", *lines, "", ""])
+        self._safe_write(head.encode("latin-1") + body)
+        line.write()
 
     def _headers_are_late(self) -> None:
         if self.req_count <= 1 and self._current_request is None:

@@ -42,7 +42,13 @@ class Drain:
     """Ends one worker of gunicorn's."""
 
     def __init__(
-        self, worker: Any, lifecycle: Lifecycle, link: BrokerLink, connections: Connections, cuts: CutCounter, timeout_s: float
+        self,
+        worker: Any,
+        lifecycle: Lifecycle,
+        link: BrokerLink,
+        connections: Connections,
+        cuts: CutCounter,
+        timeout_s: float,
     ) -> None:
         self._worker = worker
         self._lifecycle = lifecycle

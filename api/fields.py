@@ -140,7 +140,9 @@ def take_logit_bias(body: dict[str, Any]) -> dict[int, float] | None:
         if not (token.isascii() and token.isdigit() and len(token) <= 10) or int(token) > LARGEST_COUNT:
             raise refuse("logit_bias", f"logit_bias: {shown(token)} is not a token id")
         if not is_number(bias) or not -100 <= bias <= 100:
-            raise refuse("logit_bias", f"logit_bias: the bias of {token} must be a number from -100 to 100, got {shown(bias)}")
+            raise refuse(
+                "logit_bias", f"logit_bias: the bias of {token} must be a number from -100 to 100, got {shown(bias)}"
+            )
         found[int(token)] = float(bias)
     return found
 
@@ -168,7 +170,9 @@ def check_refused(body: dict[str, Any], refused: dict[str, str]) -> None:
             raise refuse(name, f"{name} is not supported{reason}")
 
 
-def ignored_fields(body: dict[str, Any], known: frozenset[str], exempt: frozenset[str], strict: bool) -> tuple[str, ...]:
+def ignored_fields(
+    body: dict[str, Any], known: frozenset[str], exempt: frozenset[str], strict: bool
+) -> tuple[str, ...]:
     """Names nobody honours, in the body's order. Raises RequestError for the first that strict mode refuses."""
     ignored = []
     for name, value in body.items():

@@ -74,7 +74,7 @@ def on_starting(server: Any) -> None:
 def when_ready(server: Any) -> None:
     """The master ignores a second TERM; ours makes the workers end at once."""
     first = signal.getsignal(signal.SIGTERM)
-    asked = []
+    asked: list[int] = []
 
     def terminate(number: int, frame: Any) -> None:
         if asked:

@@ -8,7 +8,6 @@ closed then.
 import asyncio
 import logging
 import re
-import secrets
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from api import routes
 from api.answer import Answer
 from api.body import Body, ClientGone, Receive
 from api.disconnect import App, Departure, Send
-from api.request_line import RequestLine
+from api.request_line import RequestLine, new_label
 from api.responses import (
     RequestError,
     draining,
@@ -131,7 +130,7 @@ def label_of(headers: list[tuple[bytes, bytes]]) -> str:
     for name, value in headers:
         if name == b"x-request-id" and LABEL.fullmatch(value):
             return value.decode("ascii")
-    return f"req_{secrets.token_hex(16)}"
+    return new_label()
 
 
 def _as_request_error(error: Exception, line: RequestLine) -> RequestError:

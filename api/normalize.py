@@ -27,10 +27,7 @@ DEFAULT_MAX_TOKENS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 KNOWN = frozenset(
-    "messages model max_tokens max_completion_tokens stream stream_options stop temperature top_p top_k min_p seed"
-    " repetition_penalty presence_penalty frequency_penalty logit_bias n logprobs top_logprobs tools tool_choice"
-    " parallel_tool_calls response_format chat_template_kwargs reasoning_effort priority functions function_call best_of suffix"
-    " modalities audio prediction web_search_options".split()
+    ["messages", "model", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs", "reasoning_effort", "priority", "functions", "function_call", "best_of", "suffix", "modalities", "audio", "prediction", "web_search_options"]
 )
 EXEMPT = frozenset(("user", "metadata", "store", "service_tier"))
 REFUSED = {
@@ -44,7 +41,15 @@ REFUSED = {
     "web_search_options": "",
 }
 # What the prompt is made of is the server's to give; a client that could replace it would be templating code of its own.
-RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message")
+RESERVED_KWARGS = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "chat_template",
+    "tokenize",
+    "continue_final_message",
+)
 
 ONE_OBJECT = "Reply with exactly one JSON object and nothing else: no prose, no code fences."
 
@@ -155,7 +160,9 @@ def take_response_format(body: dict[str, Any]) -> ResponseFormat:
         return ResponseFormat()
     kind = given.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise refuse("response_format", f"response_format.type must be text, json_object or json_schema, got {shown(kind)}")
+        raise refuse(
+            "response_format", f"response_format.type must be text, json_object or json_schema, got {shown(kind)}"
+        )
     if kind == "text":
         return ResponseFormat()
     spec = given.get("json_schema")
@@ -167,7 +174,9 @@ def take_response_format(body: dict[str, Any]) -> ResponseFormat:
     if schema is not None and not isinstance(schema, dict):
         raise refuse("response_format", f"response_format.json_schema.schema must be an object, got {shown(schema)}")
     if strict is not None and not isinstance(strict, bool):
-        raise refuse("response_format", f"response_format.json_schema.strict must be true or false, got {shown(strict)}")
+        raise refuse(
+            "response_format", f"response_format.json_schema.strict must be true or false, got {shown(strict)}"
+        )
     return ResponseFormat(kind, schema or None, bool(strict))
 
 

@@ -5,6 +5,7 @@ none can be logged. Invariant: every field is a name, a number or a word of ours
 """
 
 import logging
+import secrets
 import time
 from dataclasses import dataclass, field
 
@@ -65,6 +66,11 @@ class RequestLine:
             return logging.WARNING
         # Probes come several times a second and say nothing new.
         return logging.DEBUG if self.route in _PROBES else logging.INFO
+
+
+def new_label() -> str:
+    """An x-request-id for a request that brought none."""
+    return f"req_{secrets.token_hex(16)}"
 
 
 def _ms(value: float) -> str:

@@ -66,7 +66,9 @@ class _Answer:
 
 _FAILED = "Generation failed ({error}). Retry shortly."
 _ANSWERS = {
-    Outcome.QUEUE_FULL: _Answer(529, OVERLOADED, "Text generation is at capacity. Retry shortly.", "queue_full", retry=True),
+    Outcome.QUEUE_FULL: _Answer(
+        529, OVERLOADED, "Text generation is at capacity. Retry shortly.", "queue_full", retry=True
+    ),
     Outcome.QUEUE_TIMEOUT: _Answer(
         503, OVERLOADED, "The request waited too long for a free slot. Retry shortly.", "queue_timeout", retry=True
     ),
@@ -137,13 +139,18 @@ def not_found() -> RequestError:
 
 def method_not_allowed(method: str, allowed: str) -> RequestError:
     """405 with Allow."""
-    return RequestError(405, f"{method} is not allowed here; {allowed} is.", headers={"allow": allowed}, outcome="method")
+    return RequestError(
+        405, f"{method} is not allowed here; {allowed} is.", headers={"allow": allowed}, outcome="method"
+    )
 
 
 def body_too_large(limit: int) -> RequestError:
     """413; the rest of the body is not read, so the connection ends."""
     return RequestError(
-        413, f"The request body is larger than {limit} bytes.", headers={"connection": "close"}, outcome="body_too_large"
+        413,
+        f"The request body is larger than {limit} bytes.",
+        headers={"connection": "close"},
+        outcome="body_too_large",
     )
 
 
@@ -160,7 +167,10 @@ def internal_error(kind: str) -> RequestError:
 def body_timeout(seconds: float) -> RequestError:
     """408 for a body that did not arrive."""
     return RequestError(
-        408, f"The request body did not arrive within {seconds:g} s.", headers={"connection": "close"}, outcome="body_timeout"
+        408,
+        f"The request body did not arrive within {seconds:g} s.",
+        headers={"connection": "close"},
+        outcome="body_timeout",
     )
 
 

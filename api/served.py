@@ -53,8 +53,8 @@ def read_model(choice: ModelChoice) -> ServedModel:
 
 def context_length(config: dict[str, Any]) -> int:
     """Tokens of prompt and reply together, as the model's config says."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    for source in (text, config):
+    text = config.get("text_config")
+    for source in (text if isinstance(text, dict) else {}, config):
         for name in ("max_position_embeddings", "max_sequence_length", "n_positions", "max_seq_len"):
             value = source.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -64,7 +64,9 @@ def context_length(config: dict[str, Any]) -> int:
 
 def sampling_defaults(config: dict[str, Any]) -> Sampling:
     """What generation_config.json says of sampling; values no request could give either are left out."""
-    number = {name: value for name, value in config.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    number = {
+        name: value for name, value in config.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
     temperature = number.get("temperature", 1.0) if config.get("do_sample") is not False else 0.0
     top_p, top_k = number.get("top_p", 1.0), number.get("top_k", 0)
     min_p, penalty = number.get("min_p", 0.0), number.get("repetition_penalty", 1.0)

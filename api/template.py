@@ -108,4 +108,6 @@ class Template:
             raise TemplateComplaint(str(error) or type(error).__name__) from None
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
             # A template that trips over what the client gave: its own way of complaining.
-            raise TemplateComplaint(f"The chat template cannot render these messages ({type(error).__name__}).") from None
+            raise TemplateComplaint(
+                f"The chat template cannot render these messages ({type(error).__name__})."
+            ) from None

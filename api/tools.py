@@ -65,11 +65,16 @@ def _check_definition(where: str, tool: Any) -> str:
         raise refuse("tools", f"{where} must be an object of type function with a function, got {shown(tool)}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refuse("tools", f"{where}.function.name must be 1 to 64 letters, digits, dots, dashes or underscores, got {shown(name)}")
+        raise refuse(
+            "tools",
+            f"{where}.function.name must be 1 to 64 letters, digits, dots, dashes or underscores, got {shown(name)}",
+        )
     if not isinstance(function.get("description", ""), (str, type(None))):
         raise refuse("tools", f"{where}.function.description must be a string")
     if not isinstance(function.get("parameters", {}), (dict, type(None))):
-        raise refuse("tools", f"{where}.function.parameters must be a JSON schema object, got {shown(function['parameters'])}")
+        raise refuse(
+            "tools", f"{where}.function.parameters must be a JSON schema object, got {shown(function['parameters'])}"
+        )
     if not isinstance(function.get("strict", False), (bool, type(None))):
         raise refuse("tools", f"{where}.function.strict must be true or false")
     return name
@@ -80,14 +85,18 @@ def _checked_choice(choice: Any, names: list[str]) -> tuple[str, bool]:
         return ("auto" if names else "none"), False
     if isinstance(choice, str):
         if choice not in ("none", "auto", "required"):
-            raise refuse("tool_choice", f"tool_choice must be none, auto, required or a named function, got {shown(choice)}")
+            raise refuse(
+                "tool_choice", f"tool_choice must be none, auto, required or a named function, got {shown(choice)}"
+            )
         if choice == "required" and not names:
             raise refuse("tool_choice", "tool_choice is required, but there are no tools")
         return (choice if names else "none"), False
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise refuse("tool_choice", f"tool_choice must be none, auto, required or a named function, got {shown(choice)}")
+        raise refuse(
+            "tool_choice", f"tool_choice must be none, auto, required or a named function, got {shown(choice)}"
+        )
     if name not in names:
         raise refuse("tool_choice", f"tool_choice names {shown(name)}, which is not among the tools")
     return name, True

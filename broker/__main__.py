@@ -21,10 +21,10 @@ def main() -> int:
     """Run until SIGTERM or SIGINT."""
     try:
         chosen = settings.load(BrokerSettings, os.environ)
-        logs.start("broker", chosen.log_level, chosen.log_format)
         end_with_parent()
         place = runtime.runtime(chosen.port, chosen.runtime)
         runtime.create(place)
+        logs.start("broker", chosen.log_level, chosen.log_format, place.logs)
         lock = runtime.hold(place.broker_lock)
     except ConfigError as error:
         print(f"millpond broker: {error}", file=sys.stderr)

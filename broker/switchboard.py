@@ -167,7 +167,8 @@ class Switchboard:
         for older in self.roster.replaces(hello):
             effects += self._lost(older, "replaced by a newer session", now, charge=older.pid != hello.pid)
         self.roster.join(peer, hello, now)
-        effects.append(Note(f"{hello.role} joined", {"name": hello.name, "pid": hello.pid}))
+        if hello.role != "command":
+            effects.append(Note(f"{hello.role} joined", {"name": hello.name, "pid": hello.pid}))
         if hello.worker is not None:
             effects += self.ledger.worker_joined(peer, hello.name, hello.worker, now)
         return effects

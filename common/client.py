@@ -26,6 +26,7 @@ from common.envelope import (
     Message,
     Snapshot,
     Status,
+    TraceQuery,
     Welcome,
     WorkerFacts,
     decode,
@@ -209,17 +210,24 @@ class BrokerClient:
     def snapshot(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """The broker's snapshot (broker/snapshot describes it)."""
         question = secrets.token_bytes(16)
-        for event in self._ask(Status(question), timeout_s):
-            if isinstance(event.message, Snapshot) and event.message.question == question:
-                return msgpack.unpackb(event.payload)
-        raise NoBroker(f"the broker did not answer within {timeout_s:g} s")
+        return msgpack.unpackb(self._answer(Status(question), question, timeout_s).payload)
+
+    def traces(self, label: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+        """The traces of recent requests with this label (broker/traces describes them)."""
+        question = secrets.token_bytes(16)
+        return msgpack.unpackb(self._answer(TraceQuery(question, label), question, timeout_s).payload)
 
     def admin(self, action: str, target: str = "", count: int = 0, timeout_s: float = 5.0) -> AdminReply:
         """Ask for an administrative act; the reply says whether it was done."""
         question = secrets.token_bytes(16)
-        for event in self._ask(Admin(question, action, target, count), timeout_s):  # type: ignore[arg-type]
-            if isinstance(event.message, AdminReply) and event.message.question == question:
-                return event.message
+        reply = self._answer(Admin(question, action, target, count), question, timeout_s).message  # type: ignore[arg-type]
+        assert isinstance(reply, AdminReply)
+        return reply
+
+    def _answer(self, message: Message, question: bytes, timeout_s: float) -> Received:
+        for event in self._ask(message, timeout_s):
+            if isinstance(event.message, Snapshot | AdminReply) and event.message.question == question:
+                return event
         raise NoBroker(f"the broker did not answer within {timeout_s:g} s")
 
     def _ask(self, message: Message, timeout_s: float) -> Iterator[Received]:

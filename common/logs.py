@@ -8,7 +8,12 @@ import json
 import logging
 import sys
 import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("millpond")
+
 
 class TextFormat(logging.Formatter):
     """2026-11-29 19:04:29.123 broker    info  worker joined worker=demo-0 slots=16"""
@@ -44,19 +49,35 @@ class JsonFormat(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def start(process: str, level: str = "info", form: str = "text") -> logging.Logger:
-    """Send this process's log to stderr and return its logger. level: debug, info, warning, error; form: text, json."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormat(process) if form == "json" else TextFormat(process))
+# Per process: enough for a day of a busy instance, and bounded whatever happens.
+FILE_BYTES = 8 * 2**20
+OLDER_FILES = 2
+
+
+def start(process: str, level: str = "info", form: str = "text", folder: Path | None = None) -> logging.Logger:
+    """Send this process's log to stderr and, with a folder, to PROCESS.log in it; returns its logger.
+
+    level: debug, info, warning, error; form: text, json. Call again after a fork: two processes must not share a file.
+    A folder that cannot be written costs the file and not the process.
+    """
+    formatter = JsonFormat(process) if form == "json" else TextFormat(process)
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if folder is not None:
+        try:
+            path = folder / f"{process.replace('/', '_')}.log"
+            handlers.append(RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=OLDER_FILES, encoding="utf-8"))
+        except OSError as error:
+            print(f"millpond {process}: no log file in {folder}: {error.strerror}", file=sys.stderr)
+    for handler in handlers:
+        handler.setFormatter(formatter)
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    older, root.handlers[:] = root.handlers[:], handlers
+    for handler in older:
+        if isinstance(handler, RotatingFileHandler):
+            handler.close()
     root.setLevel(logging.WARNING)
-    logger = logging.getLogger("millpond")
     logger.setLevel(level.upper())
     return logger
-
-
-logger = logging.getLogger("millpond")
 
 
 def event(words: str, level: int = logging.INFO, /, **fields: Any) -> None:

@@ -63,7 +63,11 @@ class Instance:
         end_with_parent()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._signalled)
-        logs.start("serve", self._environment.get("MILLPOND_LOG_LEVEL", "info"), self._environment.get("MILLPOND_LOG_FORMAT", "text"))
+        level, form = (self._environment.get(f"MILLPOND_LOG_{name}", default) for name, default in (("LEVEL", "info"), ("FORMAT", "text")))
+        # Those of API processes carry pids; the earlier instance's would stay for ever.
+        for old in self._place.logs.glob("api-*.log*"):
+            old.unlink(missing_ok=True)
+        logs.start("serve", level, form, self._place.logs)
         status = 0
         try:
             ready = False

@@ -13,14 +13,15 @@ from common.errors import ConfigError, MillpondError
 
 def parser() -> argparse.ArgumentParser:
     """All subcommands and flags."""
-    from scripts import chat, serve_command, status
+    from scripts import chat, logs_command, serve_command, status, top, trace_command
+    from scripts.loadtest import command as loadtest
 
-    top = argparse.ArgumentParser(prog="millpond", description="Serves MLX language models from a pool of processes.")
-    top.add_argument("--version", action="version", version=f"millpond {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve_command, chat, status):
+    whole = argparse.ArgumentParser(prog="millpond", description="Serves MLX language models from a pool of processes.")
+    whole.add_argument("--version", action="version", version=f"millpond {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (serve_command, chat, status, top, trace_command, logs_command, loadtest):
         module.register(commands)
-    return top
+    return whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from common import runtime, settings
 from common.client import BrokerClient
 from common.errors import MillpondError
-from scripts import options  # noqa: F401  (the settings classes are declared there once)
 from worker.settings import WorkerSettings
 
 
@@ -23,8 +22,8 @@ def register(commands: Any) -> None:
         command.set_defaults(run=run)
 
 
-def connect(arguments: argparse.Namespace) -> BrokerClient:
-    """A client of the instance on the chosen port. Raises ConfigError, MillpondError."""
+def place_of(arguments: argparse.Namespace) -> runtime.Runtime:
+    """The runtime of the instance on the chosen port. Raises ConfigError; MillpondError when none runs there."""
     environment = dict(os.environ)
     if arguments.port is not None:
         environment["MILLPOND_PORT"] = arguments.port
@@ -32,7 +31,12 @@ def connect(arguments: argparse.Namespace) -> BrokerClient:
     place = runtime.runtime(chosen.port, chosen.runtime)
     if not place.broker_lock.exists():
         raise MillpondError(f"no millpond runs on port {chosen.port}")
-    return BrokerClient(place.front, arguments.command)
+    return place
+
+
+def connect(arguments: argparse.Namespace) -> BrokerClient:
+    """A client of the instance on the chosen port. Raises ConfigError, MillpondError."""
+    return BrokerClient(place_of(arguments).front, arguments.command)
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,9 @@ def main() -> int:
         chosen = settings.load(WorkerSettings, os.environ)
         (model,) = chosen.model
         name = chosen.worker_name or f"{model.name}-{os.getpid()}"
-        logs.start(name, chosen.log_level, chosen.log_format)
+        place = runtime.runtime(chosen.port, chosen.runtime)
+        runtime.create(place)
+        logs.start(name, chosen.log_level, chosen.log_format, place.logs)
         check_folder(model)
         engine = engines.make(chosen, model)
         engine.load(_tell)
@@ -39,8 +41,8 @@ def main() -> int:
         print(f"millpond worker: {error}", file=sys.stderr)
         return 2
     vitals = Vitals(memory=engine.memory())
-    link = Link(runtime.runtime(chosen.port, chosen.runtime).back, name, facts, vitals)
-    loop = WorkerLoop(engine, link, vitals, name)
+    link = Link(place.back, name, facts, vitals)
+    loop = WorkerLoop(engine, link, vitals, name, memory_budget=chosen.memory_share)
     signal.signal(signal.SIGTERM, lambda *_: loop.leave(chosen.shutdown_timeout))
     link.start()
     logs.event("ready", logging.INFO, slots=facts.slots, kv_tokens=facts.kv_tokens, blas=facts.blas)

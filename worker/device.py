@@ -1,4 +1,5 @@
-"""The machine's compute device: which backend, how much memory, which BLAS, and what a worker on it needs of its environment.
+"""The machine's compute device: which backend, how much memory, which BLAS, and what a worker on it needs of its
+environment.
 
 The only module with memory limits and backend differences. Must never know a model or a request. mlx is imported inside
 the functions that need it: the pool uses cpu_environment() and probe() and may not open a device.
@@ -50,11 +51,6 @@ def backend() -> str:
     return METAL if mx.metal.is_available() else CUDA
 
 
-def limit_bytes() -> int:
-    """Bytes of memory that the device has for us, asked without opening it in this process. Raises ConfigError."""
-    return int(probe()["limit"])
-
-
 def _own_limit() -> int:
     import mlx.core as mx
 
@@ -69,7 +65,8 @@ def _own_limit() -> int:
 
 
 def available() -> int:
-    """Bytes that an allocation could get now: on a CPU what the system has free, elsewhere the limit less our own use."""
+    """Bytes that an allocation could get now: on a CPU what the system has free, elsewhere the limit less our own
+    use."""
     if backend() == CPU:
         return psutil.virtual_memory().available
     return max(0, _own_limit() - memory()["active"])
@@ -176,8 +173,8 @@ def _carried(package: str, prefix: str) -> list[Path]:
 
 
 def _fortran_folder(home: Path) -> Path:
-    """A folder where OpenBLAS finds the Fortran runtime, which it wants under its plain name: mlx's wheel carries one under
-    a name of its own, with a second library that it looks for beside itself."""
+    """A folder where OpenBLAS finds the Fortran runtime, which it wants under its plain name: mlx's wheel carries one
+    under a name of its own, with a second library that it looks for beside itself."""
     folder = home / "libraries"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

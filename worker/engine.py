@@ -1,9 +1,9 @@
 """What the worker's main loop asks of an engine (pure: protocols and values).
 
-An engine runs many requests at once and is stepped by one thread, the one that loaded it (MLX streams are thread-local).
-It commits tokens and decodes them; it knows nothing of stop strings, reasoning, tools, sockets or the broker: those are
-worker/running and worker/sink. Every started request yields exactly one Ended, unless it was cancelled: cancel() is the
-caller's own end of it and yields nothing more.
+An engine runs many requests at once and is stepped by one thread, the one that loaded it (MLX streams are
+thread-local). It commits tokens and decodes them; it knows nothing of stop strings, reasoning, tools, sockets or the
+broker: those are worker/running and worker/sink. Every started request yields exactly one Ended, unless it was
+cancelled: cancel() is the caller's own end of it and yields nothing more.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,8 @@ class Engine(Protocol):
     facts: EngineFacts
 
     def load(self, progress: Callable[[str], None]) -> None:
-        """Load the weights and warm up; progress gets short lines. Raises ConfigError for a folder that is no such model."""
+        """Load the weights and warm up; progress gets short lines. Raises ConfigError for a folder that is no such
+        model."""
 
     def lane_for(self, request: GenerationRequest) -> str:
         """The lane this request would take now. Raises Unsupported."""

@@ -30,8 +30,16 @@ class WorkerLoop:
     """Runs an engine for a link until told to leave."""
 
     def __init__(
-        self, engine: Engine, link: Link, vitals: Vitals, name: str, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        link: Link,
+        vitals: Vitals,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        memory_budget: int = 0,
     ) -> None:
+        """memory_budget: bytes that this worker may use, reported beside what it does; 0: not known."""
         self._engine = engine
         self._link = link
         self._vitals = vitals
@@ -40,6 +48,7 @@ class WorkerLoop:
         self._running: dict[RequestId, tuple[int, Running]] = {}
         self._posted: list[tuple[int, bytes, bytes]] = []
         self._memory_at = 0.0
+        self._memory_budget = memory_budget
         self._inter_token = Histogram("inter_token")
         self.leave_at: float | None = None
 
@@ -161,6 +170,7 @@ class WorkerLoop:
                     finished[step.request] = finish
                 case Prefilled():
                     running.prefilled(step, now)
+        self._vitals.counters["completion_tokens"] += sum(committed.values())
         for id, count in committed.items():
             interval_s, times = self._running[id][1].stepped(count, now)
             if times:
@@ -216,4 +226,4 @@ class WorkerLoop:
             self._memory_at = now + MEMORY_S
             if any(self._inter_token.counts):
                 self._vitals.histograms.append(("inter_token", self._inter_token.take()))
-            self._vitals.memory = self._engine.memory()
+            self._vitals.memory = self._engine.memory() | {"budget": self._memory_budget}

@@ -138,7 +138,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     named = set(shards.values()) if isinstance(shards, dict) else set()
     missing = sorted(named - {file.name for file in files})
     if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} of {len(named)} weight files, first {missing[0]}; fetch it again")
+        lacking = f"{len(missing)} of {len(named)} weight files, first {missing[0]}"
+        raise ConfigError(f"{folder} lacks {lacking}; fetch the model again")
     return {name: tensor for file in files for name, tensor in read_header(file).items()}
 
 
@@ -170,7 +171,7 @@ def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
         whole = all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end))
         width = ITEM_BYTES.get(tensor.dtype)
     except (TypeError, KeyError, ValueError):
-        raise ConfigError(f"{path} is damaged: tensor {name!r} is no safetensors entry; fetch the model again") from None
+        raise ConfigError(f"{path} is damaged: tensor {name!r} is no tensor's entry; fetch the model again") from None
     if not whole or (width is not None and tensor.items * width != tensor.bytes):
         raise ConfigError(f"{path} is damaged: tensor {name!r} has not the size of its shape; fetch the model again")
     if end > room:
@@ -184,7 +185,8 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(tensors: dict[str, Tensor], quantization: dict[str, Any]) -> tuple[int, int]:
-    """(parameters, bytes as float32). Packed weights unfold to their scales' columns x group size; the scales vanish."""
+    """(parameters, bytes as float32). Packed weights unfold to their scales' columns x group size; the scales
+    vanish."""
     total = 0
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -195,7 +197,7 @@ def _counted(tensors: dict[str, Tensor], quantization: dict[str, Any]) -> tuple[
             total += tensor.items
             continue
         own = quantization.get(layer)
-        group = (own if isinstance(own, dict) else quantization).get("group_size") or quantization.get("group_size") or 64
+        group = (own.get("group_size") if isinstance(own, dict) else None) or quantization.get("group_size") or 64
         total += scales.items * int(group)
     return total, total * 4
 

@@ -221,7 +221,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         chosen = settings.load(WorkerSettings, os.environ)
-        logs.start("pool", chosen.log_level, chosen.log_format)
+        place = runtime.runtime(chosen.port, chosen.runtime)
+        runtime.create(place)
+        logs.start("pool", chosen.log_level, chosen.log_format, place.logs)
         for model in chosen.model:
             check_folder(model)
         supervision, shares = sizing.divide(chosen)

@@ -11,14 +11,13 @@ from urllib.parse import quote
 import falcon.asgi
 
 from api.chunks import ChatFormat, Choice
+from api.exchange import Exchange
 from api.extract_json import extract_json
 from api.generate import Generation
-from api.exchange import Exchange
 from api.normalize import NormalizedChat, normalize_chat
 from api.read_json import BadBody, read_object
 from api.request_line import RequestLine
 from api.responses import RequestError
-from api.served import ServedModel
 from api.settings import ApiSettings
 from api.stream import ChatStream
 

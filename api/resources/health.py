@@ -55,7 +55,7 @@ class Ready:
 
 
 def why_not_ready(snapshot: dict[str, Any]) -> str:
-    """"" when some worker is ready, not draining, and steps."""
+    """ "" when some worker is ready, not draining, and steps."""
     if snapshot.get("draining"):
         return "draining"
     workers = snapshot.get("workers", ())

@@ -31,7 +31,10 @@ class Models:
         if name:
             resp.media = self._entry(self._models[name], known.get(name, {}))
         else:
-            resp.media = {"object": "list", "data": [self._entry(m, known.get(m.name, {})) for m in self._models.values()]}
+            resp.media = {
+                "object": "list",
+                "data": [self._entry(m, known.get(m.name, {})) for m in self._models.values()],
+            }
 
     async def _known(self) -> dict[str, dict[str, Any]]:
         try:

@@ -80,7 +80,9 @@ class Server:
     def lines(self, **fields: object) -> list[str]:
         """Request lines of the log with these fields."""
         wanted = [f" {name}={value} " for name, value in fields.items()]
-        return [line for line in self.log().splitlines() if " request " in line and all(w in line + " " for w in wanted)]
+        return [
+            line for line in self.log().splitlines() if " request " in line and all(w in line + " " for w in wanted)
+        ]
 
     def wait_for_line(self, **fields: object) -> str:
         return wait_until(lambda: self.lines(**fields), f"a request line with {fields}")[0]

@@ -13,13 +13,11 @@ import zmq
 
 from common import sockets
 from common.envelope import (
-    Cancel,
     Done,
     Heartbeat,
     Hello,
     Message,
     Rejected,
-    Release,
     Reserve,
     Reserved,
     Snapshot,
@@ -134,9 +132,7 @@ class FakeBroker:
                 self._peer = peer
                 sockets.send(self._socket, [peer, encode(Welcome("epoch", 1000)), b""])
             elif isinstance(message, Status):
-                sockets.send(
-                    self._socket, [peer, encode(Snapshot(message.question)), msgpack.packb(self.snapshot)]
-                )
+                sockets.send(self._socket, [peer, encode(Snapshot(message.question)), msgpack.packb(self.snapshot)])
             else:
                 # The script first: a test that has seen the message may rely on its having been answered.
                 self.script(self, message, payload)

@@ -71,6 +71,13 @@ def test_the_request_reaches_the_worker_as_the_client_meant_it(server: Server, b
     assert submits[0].prefix and submits[0].prefix == submits[1].prefix
 
 
+def test_max_tokens_are_clamped_to_the_room_in_the_context(server: Server, broker: FakeBroker) -> None:
+    status, _, _ = server.chat(messages=[{"role": "user", "content": "word " * 3900}], max_tokens=8192)
+    assert status == 200
+    (request,) = broker.requests.values()
+    assert 0 < request.max_tokens == 4096 - len(request.prompt) < 200
+
+
 def test_choices_come_indexed_and_the_prompt_counts_once(server: Server) -> None:
     _, _, reply = server.chat(n=3)
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
@@ -281,6 +288,7 @@ def test_http_1_0_gets_a_stream_that_ends_with_the_connection(server: Server) ->
     head, _, body = reply.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower() and b"chunked" not in head.lower()
     assert events(body)[-1] == "[DONE]"
+    assert "without completing" not in server.log()
     assert "outcome=stop" in server.wait_for_line(stream=1, status=200, outcome="stop")
 
 

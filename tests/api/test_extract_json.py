@@ -47,12 +47,17 @@ ROWS = [
     ('{"s":"\\ud800x"}', '{"s": "\ufffdx"}'),
     ('{"\\udc00":1}', '{"\ufffd": 1}'),
     ("[1e400, -1e400, NaN]", "[Infinity, -Infinity, NaN]"),
-    ("[1.0, 1e5, -0, -0.0, 123456789012345678901234567890]", "[1.0, 100000.0, 0, -0.0, 123456789012345678901234567890]"),
+    (
+        "[1.0, 1e5, -0, -0.0, 123456789012345678901234567890]",
+        "[1.0, 100000.0, 0, -0.0, 123456789012345678901234567890]",
+    ),
     ('{"t":"[not] {it}"}', '{"t": "[not] {it}"}'),
     ('{"a":1}{"b":2}', '{"a": 1}'),
     ("[" + "9" * 4300 + "]", "[" + "9" * 4300 + "]"),
     ("[" + "9" * 4301 + "] [7]", "[7]"),
     ("[" * 1024 + "]" * 1024, "[" * 1024 + "]" * 1024),
+    ("[" * 1023 + "[],[]" + "]" * 1023, "[" * 1023 + "[], []" + "]" * 1023),
+    ("[" * 1024 + "[],[]" + "]" * 1024, "[" * 1024 + "[],[]" + "]" * 1024),
     ("[" * 1025 + "]" * 1025, "[" * 1025 + "]" * 1025),
     ('{"a":' * 1024 + "1" + "}" * 1024, '{"a": ' * 1024 + "1" + "}" * 1024),
     ('{"a":' * 1025 + "1" + "}" * 1025, '{"a":' * 1025 + "1" + "}" * 1025),
@@ -76,6 +81,7 @@ def test_the_work_is_bounded_whatever_comes() -> None:
         "[" + ",".join(["1"] * 100_000) + "x" * 3,
         ('["' + "a" * 1000) * 300,
         "[" + "9" * 500_000,
+        "[" * 900 + "1," * 100_000 + "9" * 5000,
     ]
     began = time.process_time()
     for text in hostile:
@@ -110,8 +116,16 @@ def test_what_comes_out_is_the_text_or_cpythons_first_value(text: str) -> None:
 
 
 @settings(max_examples=40)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    )
+)
 def test_a_container_alone_is_written_as_cpython_writes_it(value: object) -> None:
     text = json.dumps(value)
-    expected = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode() if isinstance(value, (list, dict)) else text
+    expected = (
+        json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+        if isinstance(value, (list, dict))
+        else text
+    )
     assert extract_json(text).replace("\ufffd", "?") == expected.replace("\ufffd", "?")

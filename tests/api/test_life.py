@@ -19,7 +19,9 @@ MakeServer = Callable[..., Server]
 def worker_of(server: Server) -> int:
     """The pid of the one gunicorn worker, which names itself in its HELLO."""
     return json.loads(server.get("/v1/pool")[2]).get("pid") or next(
-        int(path.name) for path in Path("/proc").glob("[0-9]*") if f"PPid:\t{server.process.pid}\n" in (path / "status").read_text()
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if f"PPid:\t{server.process.pid}\n" in (path / "status").read_text()
     )
 
 

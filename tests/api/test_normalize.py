@@ -72,7 +72,10 @@ WRONG: list[tuple[str, Any]] = [
     *[("repetition_penalty", value) for value in (0, -1, "1", True)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, "0")],
     *[("frequency_penalty", value) for value in (-2.1, 2.1, True)],
-    *[("logit_bias", value) for value in ([], {"a": 1}, {"1": 101}, {"1": "2"}, {"-1": 1}, {"1": True}, {"1.5": 1}, {"": 1})],
+    *[
+        ("logit_bias", value)
+        for value in ([], {"a": 1}, {"1": 101}, {"1": "2"}, {"-1": 1}, {"1": True}, {"1.5": 1}, {"": 1})
+    ],
     *[("logit_bias", {"9" * 11: 1}), ("logit_bias", {"4294967296": 1}), ("logit_bias", {"٣": 1})],
     *[("n", value) for value in (0, 17, 1.0, "1", True, 10**30)],
     *[("logprobs", value) for value in (1, "true", 0)],
@@ -124,7 +127,9 @@ def test_a_right_value_is_honoured(name: str, value: Any, attribute: str, expect
 
 
 def test_enable_thinking_comes_first_and_the_client_has_the_last_word() -> None:
-    kwargs = normalized(chat_template_kwargs={"b": 1, "enable_thinking": False}, reasoning_effort="high").template_kwargs
+    kwargs = normalized(
+        chat_template_kwargs={"b": 1, "enable_thinking": False}, reasoning_effort="high"
+    ).template_kwargs
     assert list(kwargs) == ["enable_thinking", "b", "reasoning_effort"]
     assert kwargs["enable_thinking"] is False
 
@@ -191,7 +196,9 @@ def test_tools_and_their_choice() -> None:
     assert not normalized(tools=[]).tools.offered
     assert not normalized(tools=[TOOL], tool_choice="none").tools.offered
     assert normalized(tool_choice="auto").tools.packed() == ""
-    given = normalized(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "look"}}, parallel_tool_calls=False)
+    given = normalized(
+        tools=[TOOL], tool_choice={"type": "function", "function": {"name": "look"}}, parallel_tool_calls=False
+    )
     assert given.tools.offered == [TOOL]
     assert json.loads(given.tools.packed()) == {"tools": [TOOL], "choice": "look", "named": True, "parallel": False}
     assert normalized(tools=[TOOL]).tools.choice == "auto"
@@ -235,7 +242,9 @@ def test_json_mode_adds_its_sentence_and_changes_nothing_of_the_clients() -> Non
     chat = normalized(response_format={"type": "json_object"})
     assert chat.messages == [{"role": "system", "content": ONE_OBJECT}, USER]
     parts = {"role": "system", "content": [{"type": "text", "text": "x"}]}
-    assert normalized(messages=[parts, USER], response_format={"type": "json_object"}).messages[0]["content"] == ONE_OBJECT
+    assert (
+        normalized(messages=[parts, USER], response_format={"type": "json_object"}).messages[0]["content"] == ONE_OBJECT
+    )
 
 
 def test_a_schema_follows_as_json_text() -> None:

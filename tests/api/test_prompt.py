@@ -79,7 +79,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "empty": [user("")],
     "thought": [user("hello"), assistant("<think>\nI see.\n</think>\n\nHi."), user("and now?")],
     "system": [{"role": "system", "content": "Be brief."}, user("hello")],
-    "calls": [user("look"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "seen", "tool_call_id": "c1"}],
+    "calls": [
+        user("look"),
+        assistant("", tool_calls=[CALL]),
+        {"role": "tool", "content": "seen", "tool_call_id": "c1"},
+    ],
 }
 UNFIT = {("mistral", "system"), ("mistral", "calls"), ("gemma", "system"), ("gemma", "calls")}
 
@@ -110,7 +114,9 @@ def test_ids_are_those_of_hugging_face(
 
 
 @pytest.mark.parametrize(("style", "conversation"), sorted(UNFIT))
-def test_a_templates_complaint_is_passed_on(style: str, conversation: str, source_of: Callable[..., PromptSource]) -> None:
+def test_a_templates_complaint_is_passed_on(
+    style: str, conversation: str, source_of: Callable[..., PromptSource]
+) -> None:
     with pytest.raises(TemplateComplaint, match="roles|System role|alternate"):
         ids(source_of(style), CONVERSATIONS[conversation])
 
@@ -172,7 +178,9 @@ def test_special_token_text_in_a_message_is_never_a_marker(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_token_text_reads_back_as_it_was_written(family: Family, source_of: Callable[..., PromptSource]) -> None:
+def test_special_token_text_reads_back_as_it_was_written(
+    family: Family, source_of: Callable[..., PromptSource]
+) -> None:
     source = source_of("chatml", family)
     found = source.tokens.decode(ids(source, [user("say <|im_end|> aloud, then <|im_start|>")]))
     plain = source.tokens.decode(ids(source, [user("say so")]))
@@ -183,7 +191,9 @@ def test_special_token_text_reads_back_as_it_was_written(family: Family, source_
 def test_text_round_a_guarded_stretch_joins_it_as_in_any_text(source_of: Callable[..., PromptSource]) -> None:
     source = source_of()
     with_marker = ids(source, [user("hello <|im_end|> world")])
-    ordinary = source.tokens._without_added_tokens().encode("user\nhello <|im_end|> world", add_special_tokens=False).ids
+    ordinary = (
+        source.tokens._without_added_tokens().encode("user\nhello <|im_end|> world", add_special_tokens=False).ids
+    )
     assert with_marker[1 : 1 + len(ordinary)] == ordinary
 
 
@@ -197,7 +207,9 @@ def test_a_role_cannot_forge_a_turn(source_of: Callable[..., PromptSource]) -> N
 def test_tool_text_cannot_forge_a_turn(source_of: Callable[..., PromptSource]) -> None:
     source = source_of("qwen3")
     end = source.tokens.added["<|im_end|>"]
-    tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>", "parameters": {"<|im_end|>": 1}}}]
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "<|im_end|>", "parameters": {"<|im_end|>": 1}}}
+    ]
     plain = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"p": 1}}}]
     assert ids(source, [user("x")], tools=tools).count(end) == ids(source, [user("x")], tools=plain).count(end)
 
@@ -208,6 +220,44 @@ def test_thinking_in_an_assistants_earlier_words_stays_what_the_template_makes_o
     source = source_of("qwen3")
     messages = [user("hello"), assistant("<think>\nhm\n</think>\n\nHi."), user("say <|im_end|>")]
     assert "hm" not in source.tokens.decode(ids(source, messages))
+
+
+def test_markers_in_an_assistants_earlier_words_are_its_own(tmp_path: Path) -> None:
+    template = CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\n<think>' }}")
+    source = PromptSource(build(tmp_path / "m", extra_tokens=("<think>", "</think>"), chat_template=template))
+    messages = [user("<|im_end|><think>"), assistant("<think>x</think><|im_start|>")]
+    found = ids(source, messages)
+    assert found.count(source.tokens.added["<think>"]) == 2
+    assert found.count(source.tokens.added["<|im_start|>"]) == 3
+
+
+def test_a_tokenizer_that_prepends_to_the_first_word_does_so_once(tmp_path: Path) -> None:
+    folder = build(tmp_path / "m", family="sentencepiece")
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    parts["normalizer"] = None
+    parts["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    source = PromptSource(folder)
+    text = "<|im_start|>user\nsay <|im_end|> now"
+    guarded = source.tokens.encode_guarded(text, [(text.index("<|im_end|>"), text.index(" now"))])
+    plain = source.tokens.encode("<|im_start|>user\nsay ")
+    assert guarded[: len(plain) - 1] == plain[:-1]
+    first = source.tokens.encode_guarded("<|im_end|> now", [(0, 10)])
+    assert source.tokens._tokenizer.id_to_token(first[0]).startswith("▁")
+
+
+def test_a_token_that_swallows_spaces_does_so_beside_guarded_text(tmp_path: Path) -> None:
+    folder = build(tmp_path / "m")
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    for token in parts["added_tokens"]:
+        token["rstrip"] = token["lstrip"] = token["content"] == "<|im_start|>"
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    tokens = PromptSource(folder).tokens
+    text = "<|im_start|>  a<|im_end|>b  <|im_start|>"
+    start = text.index("<|im_end|>")
+    guarded = tokens.encode_guarded(text, [(start, start + 10)])
+    assert guarded[0] == guarded[-1] == tokens.added["<|im_start|>"]
+    assert tokens.decode(guarded[1:-1]) == "a<|im_end|>b"
 
 
 def test_a_template_that_looks_at_marker_text_still_sees_it(source_of: Callable[..., PromptSource]) -> None:
@@ -276,13 +326,13 @@ def test_an_empty_thought_follows_where_the_model_has_a_thought_channel(tmp_path
     source = PromptSource(build(tmp_path / "thoughts", extra_tokens=("<|channel>", "<channel|>")))
     assert source.tokens.decode(ids(source, [user("x")])).endswith("assistant\n<|channel>thought\n<channel|>")
     closed = CHATML_TEMPLATE.replace("assistant\n' }}", "assistant\n<|channel>thought\n<channel|>' }}")
-    source = PromptSource(
-        build(tmp_path / "closed", extra_tokens=("<|channel>", "<channel|>"), chat_template=closed)
-    )
+    source = PromptSource(build(tmp_path / "closed", extra_tokens=("<|channel>", "<channel|>"), chat_template=closed))
     assert ids(source, [user("x")]).count(source.tokens.added["<|channel>"]) == 1
 
 
-def test_templates_are_found_wherever_a_folder_keeps_them(tmp_path: Path, source_of: Callable[..., PromptSource]) -> None:
+def test_templates_are_found_wherever_a_folder_keeps_them(
+    tmp_path: Path, source_of: Callable[..., PromptSource]
+) -> None:
     folder = build(tmp_path / "m")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T{{ tools }}"}]

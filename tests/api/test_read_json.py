@@ -74,7 +74,8 @@ def test_any_bytes_are_an_object_or_a_reason(body: bytes) -> None:
 
 @given(
     st.dictionaries(
-        st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s, max_size=3))
+        st.text(),
+        st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s, max_size=3)),
     )
 )
 def test_any_object_is_read_as_it_was_written(value: dict[str, object]) -> None:

@@ -35,7 +35,10 @@ def test_the_body_byte_for_byte() -> None:
     assert error.body().decode() == (
         '{"error":{"message":"é \\"quoted\\"","type":"invalid_request_error","code":"c","param":"p"}}'
     )
-    assert responses.error_body("m", "api_error") == b'{"error":{"message":"m","type":"api_error","code":null,"param":null}}'
+    assert (
+        responses.error_body("m", "api_error")
+        == b'{"error":{"message":"m","type":"api_error","code":null,"param":null}}'
+    )
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(None, "2"), (0, "2"), (0.2, "1"), (3.0, "3"), (3.1, "4"), (60, "60")])
@@ -52,7 +55,8 @@ def test_a_failure_names_its_type_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "param"), [("grammar", "response_format"), ("tools", "tools"), ("logprobs", "logprobs"), ("seed", "seed"), ("", None)]
+    ("need", "param"),
+    [("grammar", "response_format"), ("tools", "tools"), ("logprobs", "logprobs"), ("seed", "seed"), ("", None)],
 )
 def test_what_is_unsupported_is_named_by_its_field(need: str, param: str | None) -> None:
     error = request_error(ServingError(Outcome.UNSUPPORTED, need))

@@ -164,8 +164,9 @@ def test_the_bound_grows_with_the_block() -> None:
     one.bound = 64
     assert not one.tokens(tokens(0), pieces(50))
     assert not one.tokens(tokens(1), pieces(50))
-    assert one.tokens(tokens(2), pieces(2)), "two blocks and one piece are 101"
-    assert len(one.pieces) == 100
+    assert not one.tokens(tokens(2), pieces(1))
+    assert one.tokens(tokens(3), pieces(1)), "two blocks and one piece are 101"
+    assert len(one.pieces) == 101
 
 
 def test_without_a_bound_nothing_overflows() -> None:

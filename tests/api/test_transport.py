@@ -20,7 +20,9 @@ def error_of(body: bytes) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/chat", "/v1/chat/completions/x", "//v1/models", "/v1/models//"])
+@pytest.mark.parametrize(
+    "path", ["/", "/nope", "/v1", "/v1/chat", "/v1/chat/completions/x", "//v1/models", "/v1/models//"]
+)
 def test_other_paths_are_404_in_the_error_shape(server: Server, path: str) -> None:
     status, headers, body = server.get(path)
     assert (status, headers["content-type"]) == (404, "application/json")
@@ -44,11 +46,14 @@ def test_other_methods_are_405_with_allow(server: Server, method: str, path: str
     assert method == "HEAD" or error_of(body)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/", "/health/ready", "/v1/models", "/v1/models/tiny/", "/v1/pool/"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/", "/health/ready", "/v1/models", "/v1/models/tiny/", "/v1/pool/"]
+)
 def test_head_and_a_trailing_slash_work_where_get_does(server: Server, path: str) -> None:
     status, headers, body = server.get(path)
     head_status, head_headers, head_body = server.request("HEAD", path)
     assert status == head_status == 200
+    assert "no-body response" not in server.log(), "the server was not even given one"
     assert head_body == b"" and head_headers["content-length"] == headers["content-length"] == str(len(body))
 
 
@@ -66,6 +71,28 @@ def test_the_request_id_is_the_label_that_the_broker_hears(server: Server, broke
     server.chat({"x-request-id": "label-7"})
     (reserve,) = broker.wait_for(Reserve)
     assert reserve.label == "label-7"
+
+
+def test_a_model_in_a_path_may_be_percent_encoded(server: Server) -> None:
+    assert server.get("/v1/models/tin%79")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"what is this\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n", 400),
+        (b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 100 + b"\r\n", 431),
+    ],
+)
+def test_what_is_not_http_gets_the_error_shape_too(server: Server, request_bytes: bytes, status: int) -> None:
+    with server.connect() as connection:
+        connection.sendall(request_bytes)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"x-request-id: req_" in head
+    assert error_of(body)["type"] == "invalid_request_error"
+    server.wait_for_line(outcome="malformed", status=status)
 
 
 def padded_chat(size: int) -> bytes:
@@ -163,7 +190,7 @@ def test_the_connection_goes_on_after_an_early_refusal(server: Server) -> None:
 
 def test_a_large_unread_body_ends_the_connection_with_the_answer_intact(server: Server) -> None:
     with server.connect() as connection:
-        connection.sendall(http_request("POST", "/nope", b"x" * 2_000_000))
+        connection.sendall(http_request("POST", "/nope", b"x" * 30_000_000))
         reply = read_all(connection)
         assert reply.startswith(b"HTTP/1.1 404 ") and reply.endswith(b"}}") and b"connection: close" in reply.lower()
 
@@ -240,7 +267,9 @@ def test_a_client_that_leaves_while_its_place_is_asked_for_releases_it(
 
 @WAYS
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_the_queue_is_cancelled(server: Server, broker: FakeBroker, leave: Leave, stream: bool) -> None:
+def test_a_client_that_leaves_the_queue_is_cancelled(
+    server: Server, broker: FakeBroker, leave: Leave, stream: bool
+) -> None:
     broker.script = only_reserve
     with server.open_chat(stream=stream, n=2) as connection:
         submits = broker.wait_for(Submit, 2)

@@ -4,8 +4,8 @@ import os
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,7 @@ from common.errors import ConfigError  # noqa: E402
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
 from tests.worker.driving import Reply, collect, drain, run  # noqa: E402
-from worker.engine import Committed, Ended, Prefilled, Unsupported  # noqa: E402
+from worker.engine import Unsupported  # noqa: E402
 from worker.engines import sampling as sampling_module  # noqa: E402
 from worker.engines.batched import BatchedEngine, read_well_together  # noqa: E402
 
@@ -55,7 +55,8 @@ def prompt(number: int, length: int = 0) -> list[int]:
 
 
 def request(number: int, length: int = 0, *, max_tokens: int = 24, **options: object) -> GenerationRequest:
-    return GenerationRequest(prompt(number, length), max_tokens, **{"sampling": GREEDY, **options})  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"sampling": GREEDY, **options}
+    return GenerationRequest(prompt(number, length), max_tokens, **asked)
 
 
 def solo(engine: BatchedEngine, wanted: GenerationRequest) -> Reply:
@@ -265,7 +266,8 @@ def _speak(monkeypatch: pytest.MonkeyPatch) -> None:
             return original(self, wanted)
         tokens = iter([*map(int, wanted.stop[0].strip("[]").split(",")), 0, 0])
         drawn = sampling_module.Draw(wanted.sampling, 4)
-        drawn.__class__ = type("Spoken", (sampling_module.Draw,), {"__call__": lambda self, _: mx.array([next(tokens)])})
+        speak = {"__call__": lambda self, logprobs: mx.array([next(tokens)])}
+        drawn.__class__ = type("Spoken", (sampling_module.Draw,), speak)
         return drawn
 
     monkeypatch.setattr(BatchedEngine, "_sampler", sampler)

@@ -35,7 +35,8 @@ def test_the_environment_sets_threads_and_a_private_kernel_folder(tmp_path: Path
 @linux
 def test_what_was_set_before_is_kept(tmp_path: Path) -> None:
     before = {"GLIBC_TUNABLES": "glibc.malloc.check=1", "PATH": os.environ["PATH"]}
-    assert device.cpu_environment(1, tmp_path, before)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1:glibc.malloc.check=1"
+    made = device.cpu_environment(1, tmp_path, before)
+    assert made["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1:glibc.malloc.check=1"
     before["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     assert device.cpu_environment(1, tmp_path, before)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
 
@@ -121,7 +122,7 @@ def test_mlx_computes_without_a_compiler_and_with_a_broken_one(tmp_path: Path, c
 def test_the_device_is_asked_in_a_child() -> None:
     found = device.probe()
     assert found["backend"] in (device.METAL, device.CUDA, device.CPU)
-    assert device.limit_bytes() == found["limit"] > 10**8
+    assert int(found["limit"]) > 10**8
 
 
 def test_a_child_that_gives_no_answer_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

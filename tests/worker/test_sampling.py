@@ -70,7 +70,8 @@ def test_top_k_and_min_p_keep_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Sampling(), Sampling(top_p=0.9999), Sampling(top_k=200), Sampling(min_p=0.001), Sampling(temperature=0.5)]
+    "settings",
+    [Sampling(), Sampling(top_p=0.9999), Sampling(top_k=200), Sampling(min_p=0.001), Sampling(temperature=0.5)],
 )
 def test_frequencies_follow_the_probabilities(settings: Sampling) -> None:
     row = weighted({4000: 0.45, 3: 0.3, 900: 0.2, 2: 0.05})
@@ -167,6 +168,6 @@ def test_raw_logprobs_are_kept_from_before_the_changes() -> None:
 
 def test_a_batch_of_rows_is_drawn_row_by_row() -> None:
     rows = mx.concatenate([logprobs(1, spread=30.0), logprobs(2, spread=30.0)])
-    noise = lambda tokens: mx.zeros(tokens.shape)  # noqa: E731
+    noise = lambda shape, tokens: mx.zeros(shape)  # noqa: E731
     for settings in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=3)):
         assert draw(rows, settings, 16, noise).tolist() == greedy(rows).tolist()

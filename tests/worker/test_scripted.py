@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,6 +19,9 @@ from worker.engine import Unsupported
 from worker.engines.scripted import MAX_LATE_TOKENS, ScriptedEngine, ScriptedError
 
 ONE = RequestId(b"1" * 16)
+
+Make = Callable[..., ScriptedEngine]
+Ask = Callable[..., GenerationRequest]
 
 
 class Clock:
@@ -39,9 +43,10 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def make(tiny_model: Path, clock: Clock) -> Callable[..., ScriptedEngine]:
+def make(tiny_model: Path, clock: Clock) -> Make:
     def made(**options: object) -> ScriptedEngine:
-        engine = ScriptedEngine(tiny_model, **{"clock": clock, "sleep": clock.sleep, "rate": 0, **options})  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"clock": clock, "sleep": clock.sleep, "rate": 0, **options}
+        engine = ScriptedEngine(tiny_model, **chosen)
         engine.load(lambda words: None)
         return engine
 
@@ -49,12 +54,13 @@ def make(tiny_model: Path, clock: Clock) -> Callable[..., ScriptedEngine]:
 
 
 @pytest.fixture
-def ask(tiny_model: Path) -> Callable[..., GenerationRequest]:
+def ask(tiny_model: Path) -> Ask:
     tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
 
     def asked(text: str, *, max_tokens: int = 100, chat: bool = True, **options: object) -> GenerationRequest:
         if chat:
-            text = f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+            turns = (("system", "Be kind."), ("user", text))
+            text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns) + "<|im_start|>assistant\n"
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         return GenerationRequest(ids, max_tokens, **options)  # type: ignore[arg-type]
 
@@ -85,7 +91,7 @@ def only(engine: ScriptedEngine, request: GenerationRequest) -> Reply:
     ],
 )
 def test_the_script_says_what_comes(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], script: dict[str, object], pieces: list[str]
+    make: Make, ask: Ask, script: dict[str, object], pieces: list[str]
 ) -> None:
     reply = only(make(), ask(scripted(**script)))
     assert (reply.texts[:-1], reply.reason) == (pieces, "stop")
@@ -93,20 +99,21 @@ def test_the_script_says_what_comes(
 
 
 def test_a_prompt_without_a_script_gets_words_of_its_own(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]
+    make: Make, ask: Ask
 ) -> None:
-    replies = [only(make(), ask(text, chat=chat)).text for text, chat in (("a", True), ("a", True), ("b", True), ("a", False))]
+    prompts = (("a", True), ("a", True), ("b", True), ("a", False))
+    replies = [only(make(), ask(text, chat=chat)).text for text, chat in prompts]
     assert replies[0] == replies[1] and len(set(replies)) == 3
     assert replies[0].startswith("word") and replies[0].endswith(" word15 word16")
 
 
 def test_echo_repeats_a_raw_prompt_without_its_script(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]
+    make: Make, ask: Ask
 ) -> None:
     assert only(make(), ask('say é @script {"echo": true} twice', chat=False)).text == "say é  twice"
 
 
-def test_max_tokens_ends_with_length(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]) -> None:
+def test_max_tokens_ends_with_length(make: Make, ask: Ask) -> None:
     for cap, reason, count in ((4, "length", 4), (5, "length", 5), (6, "stop", 5)):
         reply = only(make(), ask(scripted(count=5), max_tokens=cap))
         assert (reply.reason, len(reply.tokens)) == (reason, count)
@@ -114,7 +121,7 @@ def test_max_tokens_ends_with_length(make: Callable[..., ScriptedEngine], ask: C
 
 
 def test_tokens_of_the_vocabulary_keep_their_ids(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], tiny_model: Path
+    make: Make, ask: Ask, tiny_model: Path
 ) -> None:
     end = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).token_to_id("<|im_end|>")
     # Escaped: written out it would be a turn marker in the prompt.
@@ -123,7 +130,7 @@ def test_tokens_of_the_vocabulary_keep_their_ids(
 
 
 def test_logprobs_have_as_many_rivals_as_were_asked_for(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]
+    make: Make, ask: Ask
 ) -> None:
     for top in (-1, 0, 1, 4):
         entry = only(make(), ask(scripted(text="é"), top_logprobs=top)).logprobs[0]
@@ -131,7 +138,8 @@ def test_logprobs_have_as_many_rivals_as_were_asked_for(
             assert entry is None
         else:
             assert entry is not None and (entry.token, bytes(entry.bytes).decode()) == ("é", "é")
-            assert len(entry.top) == top and all(a.logprob > b.logprob for a, b in zip(entry.top, entry.top[1:], strict=False))
+            values = [rival.logprob for rival in entry.top]
+            assert len(values) == top and values == sorted(set(values), reverse=True)
 
 
 # --- When it comes ----------------------------------------------------------------------------------------------------
@@ -139,7 +147,7 @@ def test_logprobs_have_as_many_rivals_as_were_asked_for(
 
 @pytest.mark.parametrize("by_default", [True, False])
 def test_tokens_come_at_their_rate_after_their_delay(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock, by_default: bool
+    make: Make, ask: Ask, clock: Clock, by_default: bool
 ) -> None:
     engine = make(rate=10, delay_s=0.5) if by_default else make(rate=7, delay_s=3)
     engine.start(ONE, ask(scripted(count=5) if by_default else scripted(count=5, rate=10, delay_s=0.5)))
@@ -159,7 +167,7 @@ def test_tokens_come_at_their_rate_after_their_delay(
 
 
 def test_a_late_step_gives_what_is_due_and_no_more(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock
+    make: Make, ask: Ask, clock: Clock
 ) -> None:
     engine = make(rate=1000)
     engine.start(ONE, ask(scripted(count=5000), max_tokens=9000))
@@ -171,7 +179,7 @@ def test_a_late_step_gives_what_is_due_and_no_more(
         assert len(replies[ONE].tokens) == expected
 
 
-def test_blocks_come_whole(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock) -> None:
+def test_blocks_come_whole(make: Make, ask: Ask, clock: Clock) -> None:
     engine = make(block=16)
     assert (engine.facts.block, list(engine.facts.lanes)) == (16, ["serial"])
     engine.start(ONE, ask(scripted(count=40, rate=100)))
@@ -185,7 +193,7 @@ def test_blocks_come_whole(make: Callable[..., ScriptedEngine], ask: Callable[..
 
 
 def test_64_rows_of_thousands_of_tokens_keep_pace_in_real_time(
-    tiny_model: Path, ask: Callable[..., GenerationRequest]
+    tiny_model: Path, ask: Ask
 ) -> None:
     import time
 
@@ -205,7 +213,7 @@ def test_64_rows_of_thousands_of_tokens_keep_pace_in_real_time(
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_fail_at_ends_one_row_and_no_other(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]) -> None:
+def test_fail_at_ends_one_row_and_no_other(make: Make, ask: Ask) -> None:
     two = RequestId(b"2" * 16)
     replies = run(make(), {ONE: ask(scripted(count=9, fail_at=3)), two: ask(scripted(count=9))})
     assert (replies[ONE].reason, replies[ONE].error, len(replies[ONE].tokens)) == ("failed", "ScriptedFailure", 3)
@@ -213,7 +221,7 @@ def test_fail_at_ends_one_row_and_no_other(make: Callable[..., ScriptedEngine], 
 
 
 def test_raise_at_breaks_the_engine_until_it_is_rebuilt(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]
+    make: Make, ask: Ask
 ) -> None:
     engine = make()
     engine.start(ONE, ask(scripted(count=9, raise_at=1)))
@@ -225,14 +233,14 @@ def test_raise_at_breaks_the_engine_until_it_is_rebuilt(
     assert only(engine, ask("again")).reason == "stop"
 
 
-def test_crashes_kill_this_process(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]) -> None:
+def test_crashes_kill_this_process(make: Make, ask: Ask) -> None:
     killed: list[tuple[int, int]] = []
     engine = make(kill=lambda pid, number: killed.append((pid, number)))
     only(engine, ask(scripted(count=4, crash_at=1, segv_at=2)))
     assert killed == [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSEGV)]
 
 
-def test_hang_at_sleeps_for_ever(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]) -> None:
+def test_hang_at_sleeps_for_ever(make: Make, ask: Ask) -> None:
     naps = iter(range(5))
     engine = make(sleep=lambda seconds: next(naps))
     engine.start(ONE, ask(scripted(count=4, hang_at=0)))
@@ -240,7 +248,7 @@ def test_hang_at_sleeps_for_ever(make: Callable[..., ScriptedEngine], ask: Calla
         engine.step()
 
 
-def test_spin_at_computes_for_ever(make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]) -> None:
+def test_spin_at_computes_for_ever(make: Make, ask: Ask) -> None:
     def ring(number: int, frame: object) -> None:
         raise InterruptedError
 
@@ -257,7 +265,7 @@ def test_spin_at_computes_for_ever(make: Callable[..., ScriptedEngine], ask: Cal
 
 
 def test_cancel_is_silent_and_may_be_slow(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], clock: Clock
+    make: Make, ask: Ask, clock: Clock
 ) -> None:
     engine = make()
     for script, seconds in (({}, 0.0), ({"slow_cancel_s": 1.5}, 1.5)):
@@ -286,7 +294,7 @@ def test_cancel_is_silent_and_may_be_slow(
     ],
 )
 def test_a_script_that_makes_no_sense_is_refused(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest], text: str
+    make: Make, ask: Ask, text: str
 ) -> None:
     engine = make()
     with pytest.raises(Unsupported):
@@ -295,7 +303,7 @@ def test_a_script_that_makes_no_sense_is_refused(
 
 
 def test_grammar_is_refused_and_tools_are_taken(
-    make: Callable[..., ScriptedEngine], ask: Callable[..., GenerationRequest]
+    make: Make, ask: Ask
 ) -> None:
     with pytest.raises(Unsupported, match="grammar"):
         make().start(ONE, ask("x", grammar="{}"))
@@ -303,5 +311,5 @@ def test_grammar_is_refused_and_tools_are_taken(
 
 
 def test_no_mlx_is_imported() -> None:
-    program = "import sys, worker.engines.scripted; sys.exit(any(name.split('.')[0] in ('mlx', 'mlx_lm') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    program = "import sys, worker.engines.scripted as _; print({'mlx', 'mlx_lm', 'numpy', 'transformers'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"

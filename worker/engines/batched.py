@@ -1,8 +1,8 @@
 """The batched engine: continuous batching of one model with mlx-lm's BatchGenerator.
 
-Owns the rows that wait for or are in the batch and what each needs: its text, its sampler, its log-probabilities. Must
-never know stop strings, sockets or processes. Invariant: every started row is in `_waiting` or in `_rows`, and leaves with
-one Ended, or silently by cancel() and rebuild().
+Owns the rows that wait for or are in the batch and what each needs: its text, its sampler, its log-probabilities.
+Must never know stop strings, sockets or processes. Invariant: every started row is in `_waiting` or in `_rows`, and
+leaves with one Ended, or silently by cancel() and rebuild().
 
 All calls come from one thread: mlx's streams and random state are thread-local.
 """
@@ -68,7 +68,8 @@ class BatchedEngine:
         cpu_weights: str = AUTO,
         memory_share: int = 0,
     ) -> None:
-        """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what is free now."""
+        """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what
+        is free now."""
         self._folder = folder
         self._slots = slots
         self._kv_tokens = kv_tokens
@@ -110,7 +111,9 @@ class BatchedEngine:
             context=context,
             lanes=(LANE,),
             abilities=ABILITIES,
-            details={"backend": device.backend(), "blas": device.blas_in_use(), "weights": precision, "model": found.kind},
+            details={
+                "backend": device.backend(), "blas": device.blas_in_use(), "weights": precision, "model": found.kind,
+            },  # fmt: skip
         )
         progress("warming up")
         self._warm_up()
@@ -293,8 +296,10 @@ class BatchedEngine:
         for number, settings in enumerate(plans):
             for row, wanted in enumerate(settings):
                 # Two lengths in a batch are padded, which is other code than one.
-                request = GenerationRequest([0] * (3 + 5 * row), max_tokens=3 + row, sampling=wanted, top_logprobs=number)
-                self.start(RequestId(bytes([number, row])), request)
+                self.start(
+                    RequestId(bytes([number, row])),
+                    GenerationRequest([0] * (3 + 5 * row), 3 + row, sampling=wanted, top_logprobs=number),
+                )
             while self.busy:
                 self.step()
 

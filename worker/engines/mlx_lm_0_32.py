@@ -1,8 +1,8 @@
 """The parts of mlx-lm 0.32.2 that have no promise of stability, behind names of our own.
 
 The only module that touches them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
-changes. Must never know requests or text. Invariant: what mlx-lm does by itself and we do not want (a wired limit, token
-lists changed in place, stops that replace the model's) stays inside.
+changes. Must never know requests or text. Invariant: what mlx-lm does by itself and we do not want (a wired limit,
+token lists changed in place, stops that replace the model's) stays inside.
 """
 
 import importlib
@@ -57,7 +57,9 @@ def unpack_quantized(model: nn.Module) -> nn.Module:
 class Batch:
     """Continuous batching of one model: rows join and leave between steps. All calls from the thread that loaded it."""
 
-    def __init__(self, model: nn.Module, slots: int, prefill_step: int, prefill_batch: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, model: nn.Module, slots: int, prefill_step: int, prefill_batch: int, stop_ids: Sequence[int]
+    ) -> None:
         self._generator = generate.BatchGenerator(
             model,
             completion_batch_size=slots,
@@ -65,8 +67,8 @@ class Batch:
             prefill_step_size=prefill_step,
         )
         # The constructor raises the wired limit to the device's whole working set, which machines have panicked from.
-        # Closing puts back the limit found before and does nothing else; otherwise that would happen at some later time,
-        # when the object is collected.
+        # Closing puts back the limit found before and does nothing else; otherwise that would happen at some later
+        # time, when the object is collected.
         self._generator.close()
         self._stops = generate.StopSequences([[token] for token in stop_ids])
 

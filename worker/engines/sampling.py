@@ -1,12 +1,13 @@
 """How a row's next token is drawn: the callables that mlx-lm's batch calls for each row.
 
-Owns temperature, top_k, top_p, min_p, seeds, penalties and logit bias, and the log-probabilities before all of these. Must
-never know requests, text or the generator. Invariant: a callable never raises into the step (that would break all rows of
-the batch): it keeps the error's type name in `error`, gives something harmless back, and the engine ends its row.
+Owns temperature, top_k, top_p, min_p, seeds, penalties and logit bias, and the log-probabilities before all of these.
+Must never know requests, text or the generator. Invariant: a callable never raises into the step (that would break
+all rows of the batch): it keeps the error's type name in `error`, gives something harmless back, and the engine ends
+its row.
 
-The order is that of Hugging Face, for whose order generation_config.json is written: penalties, temperature, top_k, top_p,
-min_p. Draws add Gumbel noise and take the greatest. A seeded row's noise depends on seed, position and token id alone, so
-that neither batch neighbours nor the candidates' order change it.
+The order is that of Hugging Face, for whose order generation_config.json is written: penalties, temperature, top_k,
+top_p, min_p. Draws add Gumbel noise and take the greatest. A seeded row's noise depends on seed, position and token
+id alone, so that neither batch neighbours nor the candidates' order change it.
 """
 
 import hashlib
@@ -19,8 +20,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from common.generation import Sampling
 
-# mlx sorts 16 rows of 49k logits in 73 ms on a CPU, selects their 1,024 best and sorts those in 9. Nearly always these hold
-# the whole nucleus; where they do not, everything is sorted after all.
+# mlx sorts 16 rows of 49k logits in 73 ms on a CPU, selects their 1,024 best and sorts those in 9. Nearly always
+# these hold the whole nucleus; where they do not, everything is sorted after all.
 CPU_CANDIDATES = 1024
 
 # Below this a draw is greedy for any two logits that float32 can tell apart, and the division would overflow.
@@ -29,7 +30,8 @@ COLDEST = 1e-4
 # More than any context: penalties look at the whole reply, as OpenAI's do, not at mlx-lm's default of 20 tokens.
 WHOLE = 1 << 30
 
-Noise = Callable[[mx.array], mx.array]
+# Gumbel noise of a shape: for all tokens in order, or for those named.
+Noise = Callable[[tuple[int, ...], mx.array | None], mx.array]
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -52,13 +54,13 @@ class Draw:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         try:
-            return draw(logprobs, self.settings, self._candidates, self._noise(logprobs))
+            return draw(logprobs, self.settings, self._candidates, self._noise())
         except Exception as error:
             self.error = type(error).__name__
             return greedy(logprobs)
 
-    def _noise(self, logprobs: mx.array) -> Noise:
-        return lambda tokens: mx.random.gumbel(tokens.shape)
+    def _noise(self) -> Noise:
+        return lambda shape, tokens: mx.random.gumbel(shape)
 
 
 class SeededDraw(Draw):
@@ -70,17 +72,17 @@ class SeededDraw(Draw):
         digest = hashlib.blake2b(f"{sampling.seed}:{choice}".encode(), digest_size=8).digest()
         self._key = int.from_bytes(digest, "little")
 
-    def _noise(self, logprobs: mx.array) -> Noise:
-        high, low = mx.random.key(self._key)
+    def _noise(self) -> Noise:
+        key = mx.random.key(self._key)
         self._key = (self._key + 1) % (1 << 64)
-        return lambda tokens: _gumbel_by_token(high, low, tokens)
+        return lambda shape, tokens: mx.random.gumbel(shape, key=key) if tokens is None else _gumbel_of(tokens, key)
 
 
-def _gumbel_by_token(high: mx.array, low: mx.array, tokens: mx.array) -> mx.array:
+def _gumbel_of(tokens: mx.array, key: mx.array) -> mx.array:
     """Noise of each token id in `tokens`, whatever others are there and in whichever order."""
     flat = tokens.reshape(-1).astype(mx.uint32)
-    keys = mx.stack([mx.broadcast_to(high, flat.shape), low ^ flat], axis=-1)
-    uniform = mx.vmap(lambda key: mx.random.uniform(key=key))(keys)
+    keys = mx.stack([mx.broadcast_to(key[0], flat.shape), key[1] ^ flat], axis=-1)
+    uniform = mx.vmap(lambda one: mx.random.uniform(key=one))(keys)
     return -mx.log(-mx.log(mx.clip(uniform, 1e-7, 1 - 1e-7))).reshape(tokens.shape)
 
 
@@ -91,8 +93,7 @@ def draw(logprobs: mx.array, sampling: Sampling, candidates: int, noise: Noise) 
     scaled = (logprobs - logprobs.max(axis=-1, keepdims=True)).astype(mx.float32) * (1 / sampling.temperature)
     top_k = sampling.top_k if 0 < sampling.top_k < width else 0
     if not top_k and sampling.top_p >= 1:
-        tokens = mx.broadcast_to(mx.arange(width), scaled.shape)
-        return mx.argmax(_above_min_p(scaled, sampling.min_p) + noise(tokens), axis=-1)
+        return mx.argmax(_above_min_p(scaled, sampling.min_p) + noise(scaled.shape, None), axis=-1)
     tokens, best = _best(scaled, top_k or min(candidates, width))
     if sampling.top_p < 1:
         total = mx.logsumexp(best if top_k else scaled, axis=-1, keepdims=True)
@@ -104,7 +105,7 @@ def draw(logprobs: mx.array, sampling: Sampling, candidates: int, noise: Noise) 
         before = mx.cumsum(shares, axis=-1) - shares
         # The first token is always kept: before it there is nothing.
         best = mx.where(before < sampling.top_p, best, -math.inf)
-    picked = mx.argmax(_above_min_p(best, sampling.min_p) + noise(tokens), axis=-1, keepdims=True)
+    picked = mx.argmax(_above_min_p(best, sampling.min_p) + noise(tokens.shape, tokens), axis=-1, keepdims=True)
     return mx.take_along_axis(tokens, picked, axis=-1).squeeze(-1)
 
 

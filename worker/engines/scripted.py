@@ -1,9 +1,10 @@
-"""The scripted engine: replies that are written in the prompt, at a pace that is set, with faults on demand. No model, no mlx.
+"""The scripted engine: replies written in the prompt, at a pace that is set, with faults on demand, without a model.
 
-Owns the script's meaning and each row's timetable. Must never know sockets or the broker: what it does to them it does as
-an engine would (slow, failing, stuck, gone). Invariant: given clock and calls, it commits the same tokens every time.
+Owns the script's meaning and each row's timetable. Must never know sockets or the broker: what it does to them it
+does as an engine would (slow, failing, stuck, gone). Invariant: given clock and calls, it commits the same tokens
+every time.
 
-A prompt holds its script as one JSON object after the marker "@script". Every key is optional, an unknown one is refused:
+A prompt holds its script as a JSON object after the marker "@script". Every key is optional, unknown ones are refused:
 
   text       the reply, cut into words; or tokens: a list of strings, taken as they are
   count      so many tokens: tokens repeated, or else "word1 word2 ..."
@@ -125,7 +126,8 @@ class ScriptedEngine:
         sleep: Callable[[float], None] = time.sleep,
         kill: Callable[[int, int], None] = os.kill,
     ) -> None:
-        """folder: only its tokenizer.json is read. rate, delay_s, block: for scripts that do not say. load_s: load() takes it."""
+        """folder: only its tokenizer.json is read. rate, delay_s, block: for scripts that do not say. load_s: load()
+        takes it."""
         self._folder = folder
         self._rate, self._delay_s, self._block, self._load_s = rate, delay_s, block, load_s
         self._clock, self._sleep, self._kill = clock, sleep, kill
@@ -294,6 +296,6 @@ def _logprob(text: str, index: int, top: int) -> TokenLogprob | None:
     if top < 0:
         return None
     value = -0.125 * (index % 8)
-    rivals = [TopLogprob(f"{text}~{number}", value - number, list(f"{text}~{number}".encode())) for number in range(1, top)]
-    best = [TopLogprob(text, value, list(text.encode())), *rivals] if top else []
+    spelled = [text, *(f"{text}~{number}" for number in range(1, top))][:top]
+    best = [TopLogprob(rival, value - number, list(rival.encode())) for number, rival in enumerate(spelled)]
     return TokenLogprob(text, value, list(text.encode()), best)

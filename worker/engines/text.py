@@ -1,11 +1,11 @@
 """Text of generated token ids, as it becomes known.
 
-Owns the decoding of ids to text and bytes, with the tokenizers library and the standard library alone. Must never know an
-engine or mlx. Invariant: the pieces of a stream concatenated are tokenizer.decode(ids, skip_special_tokens=True), and no
-piece ends inside a character.
+Owns the decoding of ids to text and bytes, with the tokenizers library and the standard library alone. Must never
+know an engine or mlx. Invariant: the pieces of a stream concatenated are tokenizer.decode(ids,
+skip_special_tokens=True), and no piece ends inside a character.
 
-mlx-lm's own detokenizers are not used: they drop the first token's leading space, write byte 0x00 as another letter, hold
-a lone space back until the next token and write special tokens into the text.
+mlx-lm's own detokenizers are not used: they drop the first token's leading space, write byte 0x00 as another letter,
+hold a lone space back until the next token and write special tokens into the text.
 """
 
 import codecs
@@ -93,7 +93,8 @@ class _ByteLevel:
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
-        # Gives a broken sequence out as U+FFFD as soon as it is broken, and holds only what may still become a character.
+        # Gives a broken sequence out as U+FFFD as soon as it is broken, and holds only what may still become a
+        # character.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
@@ -108,8 +109,8 @@ class _ByteLevel:
 class _Pieces:
     """SentencePiece spelling: words with a visible space, and byte tokens where a character is not in the vocabulary.
 
-    A run of byte tokens that is no UTF-8 comes out as one U+FFFD a byte. (decode() does so for the whole run, also for the
-    sound characters before the fault; those have left by then.)
+    A run of byte tokens that is no UTF-8 comes out as one U+FFFD a byte. (decode() does so for the whole run, also
+    for the sound characters before the fault; those have left by then.)
     """
 
     def __init__(self, texts: Texts, strips_first_space: bool) -> None:

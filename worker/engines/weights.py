@@ -1,7 +1,8 @@
 """Loading a model's weights and holding them in the precision that suits the device.
 
-Owns the conversion and the order of evaluation. Must never know requests or budgets. Invariant: after load_weights() every
-weight is in memory, evaluated on the calling thread (lazily loaded ones belong to the thread that first needs them).
+Owns the conversion and the order of evaluation. Must never know requests or budgets. Invariant: after load_weights()
+every weight is in memory, evaluated on the calling thread (lazily loaded ones belong to the thread that first needs
+them).
 """
 
 from collections.abc import Callable
