@@ -90,3 +90,28 @@ def test_an_idle_instance_with_silent_connections_ends_promptly(tiny_model: Path
         assert time.monotonic() - began < 15
         for one in silent:
             one.close()
+
+
+def test_an_api_process_that_recycles_itself_keeps_its_open_streams(tiny_model: Path) -> None:
+    with scripted(tiny_model, GUNICORN_CMD_ARGS="--max-requests 5") as harness:
+        (old,) = harness.processes("api")
+        stream = Stream(harness, script(count=120, rate=30)).flowing()
+
+        def recycled() -> bool:
+            try:
+                harness.get("/health", timeout_s=3)
+            except OSError:
+                return True  # with one process nobody listens while it ends
+            return old.pid not in [process.pid for process in harness.processes("api")]
+
+        wait_for(recycled, 15, "recycled")
+        assert stream.over().whole and stream.pieces == 120
+
+        def answers() -> bool:
+            try:
+                return harness.chat(script(count=2))[0] == 200
+            except OSError:
+                return False
+
+        wait_for(answers, 20, "answers")
+        wait_for(harness.idle, 10, "idle")
