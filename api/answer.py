@@ -45,7 +45,7 @@ class Answer:
 
     async def _start(self, message: dict[str, Any]) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", self._label), *self.headers]
-        if self._old and not any(name == b"content-length" for name, _ in headers):
+        if self._old and message["status"] != 204 and not any(name == b"content-length" for name, _ in headers):
             # The server leaves such a body unframed; only the connection's end can say where it ends.
             self._ends_with_connection = True
             headers.append((b"connection", b"close"))
@@ -57,6 +57,11 @@ class Answer:
             await self._send({**message, "more_body": True})
         self.complete = True
         raise asyncio.CancelledError
+
+    async def empty(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Answer without a body."""
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def error(self, error: RequestError) -> None:
         """Answer with an error's status, headers and body."""

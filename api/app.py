@@ -19,9 +19,12 @@ from api.extract_json import STACK_NEEDED
 from api.generate import Generation
 from api.middleware import Edge, Lifecycle
 from api.resources.chat import Chat
+from api.resources.completions import Completions
 from api.resources.health import Health, Ready
+from api.resources.metrics import Metrics
 from api.resources.models import Models
 from api.resources.pool import Pool
+from api.resources.tokenize import Detokenize, Tokenize
 from api.responses import RequestError
 from api.served import read_model
 from api.settings import ApiSettings
@@ -46,7 +49,8 @@ class MillpondApi(Edge):
 def create_app() -> MillpondApi:
     """The application of this process. Raises ConfigError."""
     settings = load(ApiSettings, os.environ)
-    logs.start("api", settings.log_level, settings.log_format)
+    folder = runtime(settings.port, settings.runtime).logs
+    logs.start(f"api-{os.getpid()}", settings.log_level, settings.log_format, folder if folder.is_dir() else None)
     sys.setrecursionlimit(max(sys.getrecursionlimit(), STACK_NEEDED))
     return build(settings)
 
@@ -65,11 +69,15 @@ def build(settings: ApiSettings) -> MillpondApi:
     app.resp_options.media_handlers[falcon.MEDIA_JSON] = json_handler
     resources: dict[routes.Route, Any] = {
         routes.CHAT: Chat(generation, settings),
+        routes.COMPLETIONS: Completions(generation, settings),
+        routes.TOKENIZE: Tokenize(generation),
+        routes.DETOKENIZE: Detokenize(generation),
         routes.MODELS: (entries := Models(models, link)),
         routes.MODEL: entries,
         routes.HEALTH: Health(link),
         routes.READY: Ready(link, lifecycle),
         routes.POOL: Pool(link),
+        routes.METRICS: Metrics(link),
     }
     for route, resource in resources.items():
         app.add_route(route.path, resource)

@@ -37,9 +37,10 @@ from common.envelope import (
     Status,
     Submit,
     Tokens,
+    TraceMarks,
 )
 from common.errors import ServingError
-from common.generation import GenerationRequest, pack_request
+from common.generation import GenerationRequest, pack_marks, pack_request
 from common.ids import RequestId
 from common.outcomes import Outcome
 from common.session import Joined
@@ -125,6 +126,12 @@ class BrokerLink:
             if ticket.state in ("submitted", "started"):
                 self._send(Cancel(ticket.id))
             ticket.end(Outcome.CANCELLED)
+
+    def trace(self, tickets: Sequence[Ticket], marks: list[tuple[str, float]]) -> None:
+        """Leave this request's marks with the broker. Without one they are lost, as its own are."""
+        payload = pack_marks(marks)
+        for ticket in tickets:
+            self._send(TraceMarks(ticket.id), payload)
 
     def cut_all(self) -> int:
         """The process ends now: cancel everything that runs; the tickets end as SHUTDOWN."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from api.sse import DONE, event, json_text
+from api.sse import DONE, guarded, json_text
 from common.generation import CONTENT, REASONING, TOOL_CALL, Piece, Summary, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
@@ -62,10 +62,11 @@ class NewCallId:
         return f"call_{self._stem}{choice:02x}{call:02x}"
 
 
-def usage_object(summaries: Iterable[Summary]) -> dict[str, Any]:
-    """OpenAI's usage for all choices together; the prompt, which they share, counts once."""
+def usage_object(summaries: Iterable[Summary], per_prompt: int = 0) -> dict[str, Any]:
+    """OpenAI's usage for all choices together; a prompt, which per_prompt choices share (0: all), counts once."""
     gathered = list(summaries)
-    prompt = max((summary.prompt_tokens for summary in gathered), default=0)
+    firsts = gathered[:: per_prompt or max(1, len(gathered))]
+    prompt = sum(summary.prompt_tokens for summary in firsts)
     completion = sum(summary.completion_tokens for summary in gathered)
     accepted = sum(summary.accepted_draft_tokens for summary in gathered)
     rejected = sum(summary.rejected_draft_tokens for summary in gathered)
@@ -76,7 +77,7 @@ def usage_object(summaries: Iterable[Summary]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": max((summary.cached_tokens for summary in gathered), default=0)},
+        "prompt_tokens_details": {"cached_tokens": sum(summary.cached_tokens for summary in firsts)},
         "completion_tokens_details": details,
     }
 
@@ -114,8 +115,8 @@ class ChatFormat:
         self._content: dict[int, bytes] = {}
         self._named: set[tuple[int, int]] = set()
 
-    def role(self, choice: int) -> bytes:
-        """The chunk that opens a choice."""
+    def opening(self, choice: int) -> bytes:
+        """The role chunk, which opens a choice."""
         return self._chunk(choice, b'"role":"assistant","content":""')
 
     def pieces(self, choice: int, pieces: Iterable[Piece]) -> bytes:
@@ -130,10 +131,6 @@ class ChatFormat:
     def usage(self, summaries: Iterable[Summary]) -> bytes:
         """The chunk with the whole request's usage, and the end of the stream."""
         return self._head + b'],"usage":' + _encode(usage_object(summaries)) + self._tail + DONE
-
-    def error(self, body: bytes) -> bytes:
-        """The event of a stream that fails after its 200."""
-        return event(body)
 
     def whole(self, choices: Iterable[Choice], summaries: Iterable[Summary]) -> bytes:
         """The reply as one object."""
@@ -183,10 +180,10 @@ class ChatFormat:
             call["function"] = {"name": piece.name, "arguments": piece.text}
         else:
             call["function"] = {"arguments": piece.text}
-        return self._chunk(choice, b'"tool_calls":[' + _guarded(_encode(call)) + b"]", piece.logprobs)
+        return self._chunk(choice, b'"tool_calls":[' + guarded(_encode(call)) + b"]", piece.logprobs)
 
     def _chunk(self, choice: int, delta: bytes, logprobs: list[TokenLogprob] | None = None) -> bytes:
-        shown = _guarded(_encode(logprobs_object(logprobs))) if logprobs else b"null"
+        shown = guarded(_encode(logprobs_object(logprobs))) if logprobs else b"null"
         ending = b'},"finish_reason":null,"logprobs":%b}]' % shown
         return self._head + b'{"index":%d,"delta":{' % choice + delta + ending + self._tail
 
@@ -206,10 +203,3 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 def _text(text: str) -> str:
     return json_text(text).decode()
-
-
-def _guarded(encoded: bytes) -> bytes:
-    # As json_text() does, for objects: these bytes can only stand inside their strings.
-    for found, escape in ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")):
-        encoded = encoded.replace(found, escape)
-    return encoded

@@ -80,9 +80,11 @@ class Exchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def close(self) -> None:
-        """Give back whatever the broker still holds."""
+    def close(self, marks: list[tuple[str, float]] | None = None) -> None:
+        """Give back whatever the broker still holds; marks: what it should keep for `millpond trace`."""
         self._link.drop(self.tickets)
+        if marks:
+            self._link.trace(self.tickets, marks)
 
     def failure(self) -> Ticket | None:
         """A ticket that ended without its reply, if there is one."""

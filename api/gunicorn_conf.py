@@ -14,6 +14,7 @@ from gunicorn.glogging import Logger
 
 from api.connections import Connections, bound_listeners
 from api.drain import CutCounter, Drain
+from api.keys import read_keys
 from api.settings import ApiSettings
 from common import logs
 from common.errors import ConfigError
@@ -25,6 +26,7 @@ try:
     _settings = load(ApiSettings, os.environ)
     for _model in _settings.model:
         check_folder(_model)
+    read_keys(_settings)
 except ConfigError as error:
     print(f"millpond: {error}", file=sys.stderr)
     sys.exit(2)

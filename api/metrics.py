@@ -88,10 +88,14 @@ def _histograms(snapshot: dict[str, Any]) -> Iterator[Metric]:
 
 def _workers(snapshot: dict[str, Any]) -> Iterator[Metric]:
     up = GaugeMetricFamily("millpond_worker_up", "1 while the worker can take requests.", labels=["worker", "model"])
-    restarts = CounterMetricFamily("millpond_worker_restarts", "Starts after the first one.", labels=["worker", "model"])
+    restarts = CounterMetricFamily(
+        "millpond_worker_restarts", "Starts after the first one.", labels=["worker", "model"]
+    )
     memory = GaugeMetricFamily("millpond_worker_memory_bytes", "The worker's device memory.", labels=["worker", "kind"])
     age = GaugeMetricFamily(
-        "millpond_worker_step_age_seconds", "Since the engine's last finished step while it has work.", labels=["worker"]
+        "millpond_worker_step_age_seconds",
+        "Since the engine's last finished step while it has work.",
+        labels=["worker"],
     )
     for worker in snapshot["workers"]:
         up.add_metric([worker["name"], worker["model"]], worker["state"] == "ready")

@@ -1,6 +1,6 @@
 """The outer ASGI application: everything that happens to a request before and after Falcon.
 
-Owns receive(): request ids, routes and methods, draining, the body, the client's departure, the last word on errors and the
+Owns receive(): request ids, routes and methods, keys, draining, the body, the client's departure, the last word on errors and the
 log line. Knows nothing of what a resource does. Invariant: every request ends in exactly one log line, and its exchange is
 closed then.
 """
@@ -8,6 +8,7 @@ closed then.
 import asyncio
 import logging
 import re
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 from api import routes
 from api.answer import Answer
 from api.body import Body, ClientGone, Receive
+from api.cors import Cors
 from api.disconnect import App, Departure, Send
+from api.keys import read_keys
 from api.request_line import RequestLine, new_label
 from api.responses import (
     RequestError,
@@ -24,6 +27,7 @@ from api.responses import (
     method_not_allowed,
     not_found,
     request_error,
+    unauthorized,
 )
 from api.settings import ApiSettings
 from common import logs
@@ -51,6 +55,8 @@ class Edge:
     ) -> None:
         self._app = app
         self._settings = settings
+        self._keys = read_keys(settings)
+        self._cors = Cors(settings.cors_origins)
         self._lifecycle = lifecycle
         self._count_refusal = count_refusal
 
@@ -84,7 +90,7 @@ class Edge:
             await self._refuse(_as_request_error(error, line), body, line, answer)
         finally:
             if line.exchange is not None:
-                line.exchange.close()
+                line.exchange.close([("received", line.began_at), *line.marks, ("last write", time.monotonic())])
             line.gone = line.gone or departure.gone
             line.status = answer.status
             line.write()
@@ -94,12 +100,17 @@ class Edge:
     ) -> None:
         path, method = routes.normal_path(scope["path"]), scope["method"]
         route = routes.find(path)
+        answer.headers += self._cors.allowed(scope["headers"])
         if route is None:
             raise not_found()
         line.route = route.path
+        if method == "OPTIONS" and (preflight := self._cors.preflight(scope["headers"], route)) is not None:
+            await answer.empty(204, preflight)
+            return
         verb = "GET" if method == "HEAD" else method
         if verb not in route.methods:
             raise method_not_allowed(method, route.allowed)
+        self._check_key(scope, route, line)
         if self._lifecycle.draining and verb != "GET":
             raise draining()
         content = b""
@@ -107,6 +118,14 @@ class Edge:
             content = await body.read(self._settings.max_body_bytes, self._settings.body_timeout)
         inner = {**scope, "path": path, "method": verb, "millpond": line}
         await departure.run(self._app, inner, content, answer.send)
+
+    def _check_key(self, scope: dict[str, Any], route: routes.Route, line: RequestLine) -> None:
+        if route.open or route.path.rpartition("/")[2] in self._settings.open_routes:
+            return
+        holder = self._keys.holder(scope["headers"])
+        if holder is None:
+            raise unauthorized()
+        line.key = holder
 
     async def _refuse(self, error: RequestError, body: Body, line: RequestLine, answer: Answer) -> None:
         line.outcome = error.outcome

@@ -27,7 +27,42 @@ DEFAULT_MAX_TOKENS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 KNOWN = frozenset(
-    ["messages", "model", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs", "reasoning_effort", "priority", "functions", "function_call", "best_of", "suffix", "modalities", "audio", "prediction", "web_search_options"]
+    [
+        "messages",
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "stream",
+        "stream_options",
+        "stop",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "n",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "priority",
+        "functions",
+        "function_call",
+        "best_of",
+        "suffix",
+        "modalities",
+        "audio",
+        "prediction",
+        "web_search_options",
+    ]
 )
 EXEMPT = frozenset(("user", "metadata", "store", "service_tier"))
 REFUSED = {

@@ -51,6 +51,8 @@ class PromptSource:
         except Exception as error:  # the tokenizers library raises plain Exception for a bad file
             raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from None
         self._variables = named_tokens(folder, config)
+        start = self._variables.get("bos_token") or self._variables.get("eos_token") or ""
+        self._start_of_text = [self.tokens.added[start]] if start in self.tokens.added else self.tokens.encode("\n")
         literals = "\0".join(template.literals for template in self._templates.values())
         # A token is a marker if the tokenizer says so, or if the template itself writes it (Qwen's <tool_response>).
         # Whitespace runs, which some tokenizers add, are text.
@@ -81,10 +83,16 @@ class PromptSource:
             raise TooLong(len(ids), limit)
         return Prompt(ids, reasoning_open=text.rstrip().endswith("<think>"))
 
-    def text(self, text: str, limit: int) -> list[int]:
-        """The ids of a raw prompt. Raises TooLong."""
-        self._refuse_monster(text, limit)
-        ids = self.tokens.encode(text)
+    def text(self, text: str | list[int], limit: int) -> list[int]:
+        """The ids of a raw prompt, which is text or already ids. Raises TooLong.
+
+        Text gets the special tokens that the tokenizer itself puts round a text (Llama's <s>), and those written in it
+        count: this is where a client speaks to the model without a template. An empty prompt is the start of a text.
+        """
+        if isinstance(text, str):
+            self._refuse_monster(text, limit)
+            text = self.tokens.encode(text, add_special=True)
+        ids = text or self._start_of_text
         if len(ids) > limit:
             raise TooLong(len(ids), limit)
         return ids

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from api.exchange import Exchange
+from api.keys import NOBODY, Key
 from common import logs
 from common.outcomes import Outcome
 
@@ -25,7 +26,7 @@ class RequestLine:
     label: str
     method: str = ""
     route: str = ""
-    key: str = ""
+    key: Key = NOBODY
     status: int = 0
     outcome: str = ""
     model: str = ""
@@ -39,6 +40,12 @@ class RequestLine:
     gone: bool = False
     exchange: Exchange | None = None
     began_at: float = field(default_factory=time.monotonic)
+    # What `millpond trace` shows of the API's part.
+    marks: list[tuple[str, float]] = field(default_factory=list)
+
+    def mark(self, name: str) -> None:
+        """The request has passed this point now."""
+        self.marks.append((name, time.monotonic()))
 
     def elapsed_ms(self) -> float:
         """Since the request's headers were read."""
@@ -53,8 +60,8 @@ class RequestLine:
             "status": 499 if self.gone else self.status,
             "outcome": "client_gone" if self.gone else self.outcome or "answered",
         }
-        if self.key:
-            fields["key"] = self.key
+        if self.key.name:
+            fields["key"] = self.key.name
         if self.model:
             fields |= {"model": self.model, "stream": int(self.stream), "lane": self.lane, "worker": self.worker}
             fields |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}

@@ -181,6 +181,14 @@ def model_not_found(name: str, served: list[str]) -> RequestError:
     )
 
 
+def unauthorized() -> RequestError:
+    """401; whether a key was missing or wrong is not said."""
+    headers = {"www-authenticate": "Bearer"}
+    return RequestError(
+        401, "A valid API key is required.", kind=AUTHENTICATION, headers=headers, outcome="unauthorized"
+    )
+
+
 def draining() -> RequestError:
     """503 of a server that is going away."""
     error = request_error(ServingError(Outcome.DRAINING))

@@ -24,13 +24,19 @@ class Route:
 
 
 CHAT = Route("/v1/chat/completions", ("POST",))
+COMPLETIONS = Route("/v1/completions", ("POST",))
+TOKENIZE = Route("/tokenize", ("POST",))
+DETOKENIZE = Route("/detokenize", ("POST",))
 MODELS = Route("/v1/models", ("GET",))
 MODEL = Route("/v1/models/{name:path}", ("GET",))
 HEALTH = Route("/health", ("GET",), open=True)
 READY = Route("/health/ready", ("GET",), open=True)
 POOL = Route("/v1/pool", ("GET",))
+METRICS = Route("/metrics", ("GET",))
 
-_EXACT = {route.path: route for route in (CHAT, MODELS, HEALTH, READY, POOL)}
+_EXACT = {
+    route.path: route for route in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, MODELS, HEALTH, READY, POOL, METRICS)
+}
 
 
 def normal_path(path: str) -> str:

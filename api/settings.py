@@ -44,6 +44,9 @@ class ApiSettings:
     api_keys_file: str = setting(
         text("the path of a TOML file"), "", "TOML file of API keys: name, sha256, weight, max_priority"
     )
+    open_routes: list[str] = setting(
+        listing(choice("metrics", "pool")), [], "routes that need no key although keys are set: metrics, pool"
+    )
     cors_origins: list[str] = setting(listing(text("an origin or *")), [], "origins whose pages may call the API")
     # Pieces a stream may be behind its client: about a screen of text, some KB of memory.
     stream_buffer: int = setting(integer(1, 2**20), 64, "pieces a stream holds for a slow client")

@@ -19,8 +19,11 @@ _BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80
 def json_text(text: str) -> bytes:
     """`text` as a JSON string: raw UTF-8, as json.dumps(ensure_ascii=False) but for U+0085, U+2028 and U+2029."""
     encoded = _encode(text)
-    if text.isascii():
-        return encoded
+    return encoded if text.isascii() else guarded(encoded)
+
+
+def guarded(encoded: bytes) -> bytes:
+    """JSON with the same escaped: outside of its strings they cannot stand."""
     for found, escape in _BREAKS:
         if found in encoded:
             encoded = encoded.replace(found, escape)

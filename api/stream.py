@@ -1,30 +1,42 @@
-"""A streamed chat reply: tickets in, bytes of events out, one item per wake-up.
+"""A streamed reply: tickets in, bytes of events out, one item per wake-up.
 
-An async iterator over the body's parts. Owns the order of a stream's events; the bytes are chunks.ChatFormat's. Invariant:
+An async iterator over the body's parts. Owns the order of a stream's events; the bytes are a Format's. Invariant:
 it ends by StopAsyncIteration after [DONE], or by CancelledError after anything less, so that a client can tell the two.
 """
 
 import asyncio
 import time
+from collections.abc import Iterable
+from typing import Protocol
 
-from api.chunks import ChatFormat
 from api.exchange import Exchange
 from api.request_line import RequestLine
 from api.responses import stream_error
-from api.sse import KEEP_ALIVE
+from api.sse import KEEP_ALIVE, event
 from api.ticket import Ticket
+from common.generation import Piece, Summary
 from common.outcomes import Outcome
 
 # One write's worth, so that what a stalled client is given stays a few packets.
 PART_PIECES = 64
 
 
-class ChatStream:
+class Format(Protocol):
+    """The bytes of one reply's stream."""
+
+    def opening(self, choice: int) -> bytes: ...
+
+    def pieces(self, choice: int, pieces: Iterable[Piece]) -> bytes: ...
+
+    def finish(self, choice: int, reason: str) -> bytes: ...
+
+    def usage(self, summaries: Iterable[Summary]) -> bytes: ...
+
+
+class ReplyStream:
     """The body of one streamed reply whose tickets have all been accepted."""
 
-    def __init__(
-        self, exchange: Exchange, form: ChatFormat, line: RequestLine, *, buffer: int, comment_s: float
-    ) -> None:
+    def __init__(self, exchange: Exchange, form: Format, line: RequestLine, *, buffer: int, comment_s: float) -> None:
         self._exchange = exchange
         self._form = form
         self._line = line
@@ -35,7 +47,7 @@ class ChatStream:
         self._sent_at = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
 
-    def __aiter__(self) -> "ChatStream":
+    def __aiter__(self) -> "ReplyStream":
         return self
 
     async def __anext__(self) -> bytes:
@@ -52,7 +64,7 @@ class ChatStream:
         if self._state == "opening":
             self._state = "open"
             self._wake_later()
-            return b"".join([self._form.role(index) for index in range(len(self._exchange.tickets))])
+            return b"".join([self._form.opening(index) for index in range(len(self._exchange.tickets))])
         if self._state == "cut":
             raise asyncio.CancelledError
         raise StopAsyncIteration
@@ -79,6 +91,7 @@ class ChatStream:
                 parts.append(self._form.pieces(index, ticket.take(PART_PIECES)))
                 if not self._line.ttft_ms:
                     self._line.ttft_ms = self._line.elapsed_ms()
+                    self._line.mark("first write")
             if ticket.pieces:
                 self._exchange.poke()
                 continue
@@ -103,7 +116,7 @@ class ChatStream:
         outcome = ticket.outcome or Outcome.STREAM_BROKEN
         self._line.outcome = "slow_reader" if ticket.overflowed else outcome.value
         # What a slow reader gets is a prefix and nothing else.
-        return b"" if ticket.overflowed else self._form.error(stream_error(outcome, ticket.summary.error))
+        return b"" if ticket.overflowed else event(stream_error(outcome, ticket.summary.error))
 
     def _wake_later(self) -> None:
         # One timer per stream instead of a timeout per wait: waiting is what happens at every token.

@@ -41,9 +41,9 @@ class Tokens:
         self.longest = max((len(self._tokenizer.id_to_token(i) or "") for i in range(self.size)), default=1) or 1
         self._first_word_differs = _prepends_to_first_word(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens in it count as such, none are added."""
-        return _encoded(self._tokenizer, text)
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Ids of `text`; special tokens in it count as such, others are added only when asked for."""
+        return _encoded(self._tokenizer, text, add_special)
 
     def more_than(self, text: str, limit: int) -> int:
         """A lower bound of the length of `text` in tokens if that shows it to be over the limit, else 0.
@@ -114,9 +114,9 @@ class Tokens:
             return self._bare
 
 
-def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encoded(tokenizer: Tokenizer, text: str, add_special: bool = False) -> list[int]:
     # The batch call lets go of the interpreter while it works, the single one does not.
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
 
 def _masked(text: str, spans: Sequence[Span]) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,21 @@ def script(**what: Any) -> str:
 class Harness:
     """One `millpond serve`. Use as a context manager."""
 
-    def __init__(self, *flags: str, model: Path | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        model: Path | None = None,
+        environment: dict[str, str] | None = None,
+        program: Sequence[str] = (),
+    ) -> None:
+        """program: what is started in place of this interpreter's `millpond serve`, such as scripts/serve."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         # Short: socket paths are limited, and pytest's folders are long.
         self.folder = tempfile.mkdtemp(prefix="mp-", dir="/tmp")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MILLPOND_") or name == "MILLPOND_HOME"}
         self.environment = inherited | {"MILLPOND_RUNTIME": self.folder} | (environment or {})
+        self.program = list(program) or [sys.executable, "-m", "scripts.millpond", "serve"]
         self.flags = ["--port", str(self.port), *(["--model", f"m={model}"] if model else []), *flags]
         self.lines: list[str] = []
         # A test run that is killed takes its instances with it.
@@ -88,7 +96,7 @@ class Harness:
     def start(self) -> None:
         """Start and return at once."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.millpond", "serve", *self.flags],
+            [*self.program, *self.flags],
             env=self.environment | {DEATH_PIPE: str(self._pipe.read_end)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -11,14 +11,15 @@ from worker.model_files import ModelFacts
 
 AUTO, FLOAT32, KEEP = "auto", "float32", "keep"
 
-# What a worker holds besides weights and KV: 460 MB resident for interpreter, mlx and mlx-lm were measured for the demo
-# model on a CPU, and the rest is for activations and logits of a full batch.
-OVERHEAD_BYTES = 640 * 2**20
+# What a worker holds besides weights and KV. Measured for the demo model on a CPU: 150 MiB for interpreter and libraries,
+# 30 MiB for activations and logits of a full batch; those grow with a model's width and vocabulary.
+OVERHEAD_BYTES = 512 * 2**20
 
-# A row that joins or leaves copies the batch's whole KV, layer by layer but evaluated together.
-KV_COPIES = 2
+# A row that joins or leaves copies the batch's whole KV, layer by layer: a peak of 1.07 to 1.25 times the buffers was
+# measured on a CPU. A GPU, which evaluates ahead, may hold more layers twice.
+KV_PEAK = 1.5
 
-# mlx-lm's caches grow by so many tokens.
+# mlx-lm's caches grow by so many tokens, so each row may have nearly as many that nobody asked for.
 KV_STEP = 256
 
 # A worker that cannot hold one conversation of this length is of no use.
@@ -62,12 +63,10 @@ def plan(
             f"worker{'s' * (workers > 1)} is {_size(share)}: {_size(least - share)} too little; "
             "raise MILLPOND_MEMORY_BUDGET or lower MILLPOND_WORKERS"
         )
-    room = (share - weights - OVERHEAD_BYTES) // (KV_COPIES * per_token) if per_token else slots * context
-    kv_tokens = min(room, slots * context)
+    slots, kv_tokens = _divided(slots, context, share - weights - OVERHEAD_BYTES, per_token)
     return Plan(
         workers=workers,
-        # More rows than steps of the cache could never all run.
-        slots=max(1, min(slots, kv_tokens // min(KV_STEP, context))),
+        slots=slots,
         kv_tokens=kv_tokens,
         precision=precision,
         share_bytes=share,
@@ -96,9 +95,19 @@ def kv_bytes_per_token(facts: ModelFacts, precision: str) -> int:
     return facts.kv_values_per_token * (4 if precision == FLOAT32 else facts.value_bytes)
 
 
+def _divided(slots: int, context: int, room_bytes: int, per_token: int) -> tuple[int, int]:
+    """(slots, KV tokens) for the room that weights and overhead leave."""
+    if not per_token:
+        return slots, slots * context
+    tokens = int(room_bytes / (KV_PEAK * per_token))
+    # No more rows than could all be longer than what their last step of the cache wastes.
+    slots = max(1, min(slots, tokens // (2 * KV_STEP)))
+    return slots, min(tokens - slots * KV_STEP, slots * context)
+
+
 def _least(facts: ModelFacts, precision: str, tokens: int) -> int:
-    kv = KV_COPIES * tokens * kv_bytes_per_token(facts, precision)
-    return weight_bytes(facts, precision) + OVERHEAD_BYTES + kv
+    kv = KV_PEAK * (tokens + KV_STEP + 1) * kv_bytes_per_token(facts, precision)
+    return weight_bytes(facts, precision) + OVERHEAD_BYTES + int(kv)
 
 
 def _size(count: int) -> str:

@@ -5,8 +5,6 @@ normalize, generate, chunks and stream. Invariant: no byte is sent before a work
 """
 
 import secrets
-import time
-from urllib.parse import quote
 
 import falcon.asgi
 
@@ -15,16 +13,17 @@ from api.exchange import Exchange
 from api.extract_json import extract_json
 from api.generate import Generation
 from api.normalize import NormalizedChat, normalize_chat
-from api.read_json import BadBody, read_object
 from api.request_line import RequestLine
-from api.responses import RequestError
+from api.resources.replies import (
+    BESIDE_THE_LOOP_BYTES,
+    answer_stream,
+    answer_whole,
+    list_ignored,
+    now,
+    read_body,
+)
 from api.settings import ApiSettings
-from api.stream import ChatStream
-
-# Reading JSON takes up to a millisecond per 100 KB, looking for it in text ten times that: more is done beside the loop.
-READ_IN_THREAD_BYTES = 32768
-# Header values have to stay far below the 8 KB that servers and proxies take.
-IGNORED_BYTES = 1024
+from api.stream import ReplyStream
 
 
 class Chat:
@@ -35,54 +34,27 @@ class Chat:
         self._settings = settings
 
     async def on_post(self, req: falcon.asgi.Request, resp: falcon.asgi.Response) -> None:
+        settings = self._settings
         line: RequestLine = req.scope["millpond"]
-        chat = await self._normalized(await req.stream.read())
+        chat = await read_body(
+            req, self._generation, lambda body: normalize_chat(body, settings.max_tokens, settings.strict_fields)
+        )
         model = self._generation.model(chat.model)
-        exchange, enforced = await self._generation.begin(chat, model, line)
-        if chat.ignored:
-            resp.set_header("x-millpond-ignored", ignored_header(chat.ignored))
+        exchange, enforced = await self._generation.begin_chat(chat, model, line)
+        list_ignored(resp, chat.ignored)
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
-        form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), model.name, f"fp_{model.fingerprint}")
+        form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{model.fingerprint}")
         if chat.stream:
-            self._stream(resp, exchange, form, line)
+            stream = ReplyStream(
+                exchange, form, line, buffer=settings.stream_buffer, comment_s=settings.keep_alive_comment
+            )
+            answer_stream(resp, stream, exchange, line)
         else:
-            await self._whole(resp, chat, exchange, form, line, enforced)
+            body = await self._whole(chat, exchange, form, enforced)
+            answer_whole(resp, body, exchange, line)
 
-    async def _normalized(self, body: bytes) -> NormalizedChat:
-        if len(body) > READ_IN_THREAD_BYTES:
-            return await self._generation.in_thread(self._normalize, body)
-        return self._normalize(body)
-
-    def _normalize(self, body: bytes) -> NormalizedChat:
-        try:
-            read = read_object(body)
-        except BadBody as error:
-            raise RequestError(400, str(error)) from None
-        return normalize_chat(read, self._settings.max_tokens, self._settings.strict_fields)
-
-    def _stream(self, resp: falcon.asgi.Response, exchange: Exchange, form: ChatFormat, line: RequestLine) -> None:
-        self._name_worker(resp, exchange, line)
-        resp.content_type = "text/event-stream; charset=utf-8"
-        resp.set_header("cache-control", "no-cache")
-        resp.set_header("x-accel-buffering", "no")
-        resp.stream = ChatStream(
-            exchange,
-            form,
-            line,
-            buffer=self._settings.stream_buffer,
-            comment_s=self._settings.keep_alive_comment,
-        )
-
-    async def _whole(
-        self,
-        resp: falcon.asgi.Response,
-        chat: NormalizedChat,
-        exchange: Exchange,
-        form: ChatFormat,
-        line: RequestLine,
-        enforced: bool,
-    ) -> None:
+    async def _whole(self, chat: NormalizedChat, exchange: Exchange, form: ChatFormat, enforced: bool) -> bytes:
         await exchange.finished()
         choices = [Choice(index) for index in range(chat.n)]
         for choice, ticket in zip(choices, exchange.tickets, strict=True):
@@ -90,44 +62,9 @@ class Chat:
             choice.finish_reason = ticket.outcome.value if ticket.outcome else ""
             if chat.response_format.json_mode and not enforced:
                 choice.content = [await self._reduced("".join(choice.content))]
-        summaries = [ticket.summary for ticket in exchange.tickets]
-        resp.data = form.whole(choices, summaries)
-        resp.content_type = "application/json"
-        self._name_worker(resp, exchange, line)
-        line.outcome = choices[0].finish_reason
-        line.completion_tokens = sum(summary.completion_tokens for summary in summaries)
-        line.ttft_ms = line.queue_ms + summaries[0].first_token_ms
-        times = {
-            "queue": line.queue_ms,
-            "prefill": summaries[0].prefill_ms,
-            "decode": max(summary.decode_ms for summary in summaries),
-            "total": line.elapsed_ms(),
-        }
-        resp.set_header("server-timing", ", ".join(f"{name};dur={value:.1f}" for name, value in times.items()))
+        return form.whole(choices, [ticket.summary for ticket in exchange.tickets])
 
     async def _reduced(self, text: str) -> str:
-        if len(text) > READ_IN_THREAD_BYTES:
+        if len(text) > BESIDE_THE_LOOP_BYTES:
             return await self._generation.in_thread(extract_json, text)
         return extract_json(text)
-
-    @staticmethod
-    def _name_worker(resp: falcon.asgi.Response, exchange: Exchange, line: RequestLine) -> None:
-        line.worker, line.lane = exchange.tickets[0].worker, exchange.tickets[0].lane
-        resp.set_header("x-millpond-worker", header_text(line.worker))
-        resp.set_header("x-millpond-lane", header_text(line.lane))
-
-
-def header_text(text: str) -> str:
-    """`text` as a header value: printable ASCII as it is, the rest percent-encoded."""
-    return quote(text, safe=" !#$&'()*+,/:;=?@[]-._~|")
-
-
-def ignored_header(names: tuple[str, ...]) -> str:
-    """The names, comma-separated; what would make the header too long is only counted."""
-    value = ""
-    for count, name in enumerate(names):
-        encoded = quote(name, safe="!#$&'*+-.^_`|~")
-        if len(value) + len(encoded) > IGNORED_BYTES:
-            return f"{value}, and {len(names) - count} more" if value else f"{len(names)} fields"
-        value = f"{value}, {encoded}" if value else encoded
-    return value

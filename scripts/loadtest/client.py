@@ -67,7 +67,11 @@ class Client:
             except OSError as error:
                 reply.end(time.monotonic(), f"no connection: {error.strerror or error}")
                 return reply
-            await connection.exchange(data, reply, self._timeout_s, self._patience_s)
+            try:
+                await connection.exchange(data, reply, self._timeout_s, self._patience_s)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             if fresh or connection.open or connection.answered or reply.left:
                 break
             # The server had closed an idle connection, as it may at any time; nothing was answered, so it is sent anew.

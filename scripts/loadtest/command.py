@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from common import __version__
@@ -21,8 +20,9 @@ from scripts.chat import Endpoint
 from scripts.loadtest import runner
 from scripts.loadtest.client import Client, Target
 from scripts.loadtest.figures import Limits, Summary, summary
+from scripts.loadtest.flags import add_flags
 from scripts.loadtest.page import page
-from scripts.loadtest.plan import Ask, Mix, Shape, asks, parse_mix, poisson
+from scripts.loadtest.plan import Ask, Mix, Shape, asks, poisson
 from scripts.loadtest.progress import Progress
 from scripts.loadtest.stage import Stage
 from scripts.loadtest.tables import tables, warnings
@@ -30,45 +30,12 @@ from scripts.loadtest.tables import tables, warnings
 
 def register(commands: Any) -> None:
     """Add the subcommand."""
-    port = os.environ.get("MILLPOND_PORT", "8080")
     command = commands.add_parser(
         "loadtest",
         help="put load on an OpenAI-compatible server and measure it",
         description="Puts load on an OpenAI-compatible server. Lengths are 64, 32-256, or weighted: 32:3,400-600:1.",
     )
-    add = command.add_argument
-    add("url", nargs="?", default=f"http://127.0.0.1:{port}", help="where the server answers (default: %(default)s)")
-    add("--model", default="", help="model id (default: the first one served)")
-    add("--key", default=os.environ.get("MILLPOND_API_KEY", ""), help="API key (MILLPOND_API_KEY)")
-    load = command.add_argument_group("load").add_argument
-    load("--clients", type=_numbers(int, 1, 10_000), metavar="N,…", help="closed loop: so many clients, a stage for each (default: 1,4,16)")
-    load("--rate", type=_numbers(float, 0.001, 100_000), metavar="R,…", help="open loop: requests per second, Poisson, a stage for each")
-    load("--requests", type=_number(int, 1, 10_000_000), help="requests of a closed stage (default: four per client, at least 32)")
-    load("--seconds", type=_number(float, 0.1, 86_400), help="length of an open stage (default: 30), limit of a closed one")
-    load("--warmup", type=_number(int, 0, 100_000), default=4, help="requests before the first stage that do not count (default: %(default)s)")
-    load("--impatient", action="store_true", help="closed loop: go on at once after a refusal instead of heeding retry-after")
-    load("--most-open", type=_number(int, 1, 1_000_000), default=4096, help="open loop: arrivals past so many open requests are not sent")
-    load("--timeout", type=_number(float, 0.1, 86_400), default=600.0, help="seconds after which a request has failed")
-    load("--seed", type=int, default=1, help="same seed, same requests (default: %(default)s)")
-    shape = command.add_argument_group("requests").add_argument
-    shape("--prompt", type=_mix, default=parse_mix("64"), metavar="LENGTHS", help="words of the prompts (default: 64)")
-    shape("--reply", type=_mix, default=parse_mix("64"), metavar="LENGTHS", help="max_tokens (default: 64)")
-    shape("--shared", type=_number(float, 0, 1), default=0.0, metavar="SHARE", help="share of prompts that begin with a common prefix")
-    shape("--prefixes", type=_number(int, 1, 10_000), default=1, help="how many common prefixes there are")
-    shape("--prefix-words", type=_number(int, 1, 1_000_000), default=256, help="how long they are (default: %(default)s)")
-    shape("--cancel", type=_number(float, 0, 1), default=0.0, metavar="SHARE", help="share of clients that hang up in the middle")
-    shape("--patience", type=_number(float, 0.001, 86_400), help="seconds without a first token after which a client hangs up")
-    shape("--slow", type=_number(float, 0, 1), default=0.0, metavar="SHARE", help="share of clients that read slowly")
-    shape("--slow-bytes", type=_number(int, 1, 10**9), default=1000, help="bytes per second that they read (default: %(default)s)")
-    shape("--ending", default="", help="text at the end of every prompt")
-    shape("--body", type=_object, default={}, metavar="JSON", help="more fields for every request")
-    shape("--whole", action="store_true", help="whole replies instead of streams")
-    result = command.add_argument_group("result").add_argument
-    result("--limit-first-ms", type=_number(float, 0, 1e9), help="a good reply's first token comes within this")
-    result("--limit-token-ms", type=_number(float, 0, 1e9), help="a good reply's mean time per token")
-    result("--limit-total-s", type=_number(float, 0, 1e9), help="a good reply is whole within this")
-    result("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    result("--html", type=Path, metavar="FILE", help="write a page with plots that needs no network")
+    add_flags(command)
     command.set_defaults(run=run)
 
 
@@ -81,9 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"cannot write {path}: there is no such folder")
     model = arguments.model or _first_model(arguments.url, arguments.key)
     target = Target(arguments.url, model, key=arguments.key, stream=not arguments.whole, extra=arguments.body)
-    limits = Limits(
-        first_s=_scaled(arguments.limit_first_ms), token_s=_scaled(arguments.limit_token_ms), total_s=arguments.limit_total_s
-    )
+    limits = Limits(_seconds(arguments.limit_first_ms), _seconds(arguments.limit_token_ms), arguments.limit_total_s)
     begun = time.strftime("%Y-%m-%d %H:%M:%S")
     stages, interrupted = Drive(arguments, target).run()
     summaries = [summary(stage, limits) for stage in stages if stage.replies]
@@ -154,7 +119,12 @@ class Drive:
             for number, rate in enumerate(arguments.rate):
                 stage = Stage(f"{rate:g}/s", rate, "open")
                 due = poisson(rate, arguments.seconds or 30.0, arguments.seed + number)
-                yield Plan(stage, lambda client, stream, stage=stage, due=due: runner.arriving(stage, client, stream, due, arguments.most_open))
+                yield Plan(
+                    stage,
+                    lambda client, stream, stage=stage, due=due: runner.arriving(
+                        stage, client, stream, due, arguments.most_open
+                    ),
+                )
             return
         for count in arguments.clients or [1, 4, 16]:
             stage = Stage(f"{count} clients" if count > 1 else "1 client", count, "closed")
@@ -181,21 +151,24 @@ def _show(arguments: argparse.Namespace, told: dict[str, Any], summaries: list[S
     for line in warnings(summaries):
         print(f"! {line}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"told": told, "stages": [one.plain() for one in summaries]}, indent=1) + "\n")
+        plain = {"told": told, "stages": [one.plain() for one in summaries]}
+        arguments.json.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.html:
         arguments.html.write_text(page(f"Load test of {told['model']}", told, summaries, limits), encoding="utf-8")
 
 
 def _flags(arguments: argparse.Namespace) -> str:
     hidden = ("command", "run", "url", "model", "key", "json", "html")
-    chosen = {name: value for name, value in vars(arguments).items() if name not in hidden and value not in (None, False, "")}
-    return " ".join(f"--{name.replace('_', '-')} {_plain(value)}" for name, value in chosen.items())
+    parts = []
+    for name, value in vars(arguments).items():
+        if name not in hidden and value not in (None, False, "", {}):
+            parts.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {_plain(value)}"))
+    return " ".join(parts)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mix):
-        pairs = zip(value.spans, value.weights, strict=True)
-        return ",".join(f"{low}-{high}:{weight:g}" for (low, high), weight in pairs)
+        return str(value)
     return ",".join(f"{one:g}" for one in value) if isinstance(value, list) else json.dumps(value)
 
 
@@ -206,41 +179,6 @@ def _first_model(url: str, key: str) -> str:
     return served[0]
 
 
-def _scaled(milliseconds: float | None) -> float | None:
+def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
-
-# -- kinds of flags
-
-
-def _number(kind: type, low: float, high: float) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-
-    return number
-
-
-def _numbers(kind: type, low: float, high: float) -> Callable[[str], list[Any]]:
-    one = _number(kind, low, high)
-
-    def numbers(text: str) -> list[Any]:
-        return [one(part) for part in text.split(",")]
-
-    return numbers
-
-
-def _mix(text: str) -> Mix:
-    try:
-        return parse_mix(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value

@@ -114,14 +114,16 @@ def summary(stage: Stage, limits: Limits) -> Summary:
     failed = [reply for reply in replies if reply.outcome == "failed"]
     good = [reply for reply in timed if limits.kept(reply)]
     advice = sorted(reply.retry_after_s for reply in refused if reply.retry_after_s is not None)
-    wall = max(stage.wall_s, 1e-9)
+    # A slow reader's tail is his own; the stage is over when the last ordinary one has ended.
+    ordinary = [reply.ended_at for reply in replies if reply.ask.read_per_s is None]
+    wall = max(max(ordinary) - stage.began_at if ordinary else stage.wall_s, 1e-9)
     # What was generated counts whoever took it; what was cut off before its usage counts by its pieces.
     tokens = sum(reply.tokens for reply in replies)
     return Summary(
         label=stage.label,
         x=stage.x,
         kind=stage.kind,
-        wall_s=stage.wall_s,
+        wall_s=wall,
         requests=len(replies),
         outcomes={name: outcomes[name] for name in OUTCOMES},
         skipped=stage.skipped,
@@ -134,7 +136,7 @@ def summary(stage: Stage, limits: Limits) -> Summary:
         good_tokens_per_s=sum(reply.tokens for reply in good) / wall,
         first=spread(reply.first_s for reply in timed),
         gap=spread(gap for reply in timed for gap in reply.gaps),
-        per_token=spread(reply.token_s for reply in timed if reply.tokens > 1),
+        per_token=spread(reply.token_s for reply in timed if len(reply.pieces) > 1),
         total=spread(reply.total_s for reply in timed),
         refusal=spread(reply.total_s for reply in refused),
         refusals=dict(Counter(f"{reply.http.status} {reply.code}".rstrip() for reply in refused)),
@@ -142,7 +144,7 @@ def summary(stage: Stage, limits: Limits) -> Summary:
         without_advice=len(refused) - len(advice),
         served_by=dict(Counter(filter(None, (reply.http.headers.get("x-millpond-worker") for reply in replies)))),
         finishes=dict(Counter(reason for reply in whole for reason in reply.finishes.values())),
-        client_share=stage.client_cpu_s / wall,
+        client_share=stage.client_cpu_s / max(stage.wall_s, 1e-9),
         latest_send_s=max((reply.sent_at - reply.due_at for reply in replies), default=0.0),
         problems=dict(Counter(reply.problem for reply in failed)),
         examples=[f"{reply.http.headers.get('x-request-id', 'no id')}: {reply.problem}" for reply in failed[:5]],

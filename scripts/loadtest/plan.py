@@ -33,6 +33,10 @@ class Mix:
         low, high = self.spans[0] if len(self.spans) == 1 else chance.choices(self.spans, self.weights)[0]
         return low if low == high else chance.randint(low, high)
 
+    def __str__(self) -> str:
+        pairs = zip(self.spans, self.weights, strict=True)
+        return ",".join(f"{low}-{high}:{weight:g}" if high > low else f"{low}:{weight:g}" for (low, high), weight in pairs)
+
     @property
     def mean(self) -> float:
         """The average length."""

@@ -33,14 +33,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Any = None
 
 
@@ -58,7 +58,7 @@ class Reply:
         self.pieces: array[float] = array("d")
         self.finishes: dict[int, str] = {}
         self.done = False
-        self.usage: _Usage | None = None
+        self.usage: Usage | None = None
         self.left = False
         self.problem = ""
         self.code = ""

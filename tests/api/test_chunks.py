@@ -25,7 +25,7 @@ TAIL = b',"system_fingerprint":"fp_0011223344556677"}\n\n'
 
 def test_a_stream_byte_for_byte() -> None:
     chunks = form()
-    assert chunks.role(0) == (
+    assert chunks.opening(0) == (
         HEAD + b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null,"logprobs":null}]' + TAIL
     )
     assert chunks.pieces(1, [Piece(CONTENT, 'é"\n')]) == (
@@ -42,7 +42,6 @@ def test_a_stream_byte_for_byte() -> None:
         b'"completion_tokens_details":{"reasoning_tokens":0}}'
     )
     assert chunks.usage([Summary(3, 2, 1)]) == HEAD + usage + TAIL + b"data: [DONE]\n\n"
-    assert chunks.error(b'{"error":{}}') == b'data: {"error":{}}\n\n'
 
 
 def test_a_whole_reply_byte_for_byte() -> None:

@@ -15,7 +15,14 @@ def snapshot(models: int = 1, workers: int = 1) -> dict:
         "models": [
             {
                 "name": f"m{n}",
-                "finished": {"stop": 3, "length": 1, "worker_lost": 2, "queue_timeout": 1, "cancelled": 4, "stale_model": 1},
+                "finished": {
+                    "stop": 3,
+                    "length": 1,
+                    "worker_lost": 2,
+                    "queue_timeout": 1,
+                    "cancelled": 4,
+                    "stale_model": 1,
+                },
                 "refused": {"queue_full": 5, "draining": 1},
                 "tokens": {"prompt": 10, "cached": 2, "completion": 7},
                 "running": 2,
@@ -53,11 +60,22 @@ def test_every_count_is_where_it_belongs() -> None:
     def ended(outcome: str) -> float:
         return got["millpond_requests_total", ("model", "m0"), ("outcome", outcome)]
 
-    assert [ended(o) for o in ("stop", "length", "tool_calls", "cancelled", "refused", "failed", "timeout")] == [3, 1, 0, 4, 7, 2, 1]
+    assert [ended(o) for o in ("stop", "length", "tool_calls", "cancelled", "refused", "failed", "timeout")] == [
+        3,
+        1,
+        0,
+        4,
+        7,
+        2,
+        1,
+    ]
     assert got["millpond_refusals_total", ("cause", "queue_full"), ("model", "m0")] == 5
     assert got["millpond_refusals_total", ("cause", "http_404"), ("model", "")] == 6
     assert got["millpond_tokens_total", ("kind", "cached"), ("model", "m0")] == 2
-    assert got["millpond_requests_running", ("model", "m0")] == 2 and got["millpond_requests_waiting", ("model", "m0")] == 3
+    assert (
+        got["millpond_requests_running", ("model", "m0")] == 2
+        and got["millpond_requests_waiting", ("model", "m0")] == 3
+    )
     assert got["millpond_worker_up", ("model", "m0"), ("worker", 'w"0')] == 1
     assert got["millpond_worker_up", ("model", "m0"), ("worker", 'w"1')] == 0
     assert got["millpond_worker_memory_bytes", ("kind", "budget"), ("worker", 'w"0')] == 9

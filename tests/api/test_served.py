@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api.resources.chat import header_text, ignored_header
+from api.resources.replies import header_text, ignored_header
 from api.routes import find, normal_path
 from api.served import context_length, read_model, sampling_defaults
 from api.settings import ApiSettings

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.system
 
 def scripted(model: Path, *flags: str, **environment: str) -> Harness:
     """An instance of the scripted engine with one API process."""
-    base = ("--engine", "scripted", "--api-processes", "1", "--scripted-rate", "200")
-    return Harness(*base, *flags, model=model, environment=environment)
+    base = {"MILLPOND_ENGINE": "scripted", "MILLPOND_API_PROCESSES": "1", "MILLPOND_SCRIPTED_RATE": "200"}
+    return Harness(*flags, model=model, environment=base | environment)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import ConfigError
 from worker.model_files import ModelFacts
-from worker.plan import FLOAT32, KEEP, KV_COPIES, OVERHEAD_BYTES, held_precision, plan
+from worker.plan import FLOAT32, KEEP, KV_PEAK, KV_STEP, OVERHEAD_BYTES, held_precision, plan
 
 MIB, GIB = 2**20, 2**30
 
@@ -43,10 +43,12 @@ def test_what_is_planned_stays_inside_its_share(budget: int, workers: int, on_cp
     except ConfigError:
         assert budget // workers < 2 * GIB
         return
-    used = made.weight_bytes + OVERHEAD_BYTES + KV_COPIES * made.kv_tokens * made.kv_bytes_per_token
+    # Each row's buffers may be a step of the cache longer than what was asked for.
+    held = made.kv_tokens + made.slots * KV_STEP
+    used = made.weight_bytes + OVERHEAD_BYTES + KV_PEAK * held * made.kv_bytes_per_token
     assert used <= made.share_bytes == budget // workers
     assert made.kv_tokens >= 1024 and 1 <= made.slots <= 16
-    assert made.slots * 256 <= made.kv_tokens
+    assert made.slots * KV_STEP <= made.kv_tokens
 
 
 def test_two_workers_get_half_each() -> None:
@@ -68,7 +70,7 @@ def test_what_does_not_fit_is_an_error_that_says_by_how_much() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(2 * GIB, FACTS, 2, 16)
     text = str(caught.value)
-    needed = 600 * MIB + OVERHEAD_BYTES + KV_COPIES * 1024 * 23_040
+    needed = 600 * MIB + OVERHEAD_BYTES + KV_PEAK * (1024 + KV_STEP + 1) * 23_040
     assert f"{(needed - GIB) / GIB:.2f} GiB too little" in text and "2 workers" in text and "1.00 GiB" in text
     with pytest.raises(ConfigError, match="1 worker is"):
         plan(2 * GIB, FACTS, 1, 16, on_cpu=True, cpu_weights=FLOAT32)

@@ -60,7 +60,8 @@ def ask(tiny_model: Path) -> Ask:
     def asked(text: str, *, max_tokens: int = 100, chat: bool = True, **options: object) -> GenerationRequest:
         if chat:
             turns = (("system", "Be kind."), ("user", text))
-            text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns) + "<|im_start|>assistant\n"
+            said = [f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in turns]
+            text = "".join(said) + "<|im_start|>assistant\n"
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         return GenerationRequest(ids, max_tokens, **options)  # type: ignore[arg-type]
 
@@ -311,5 +312,5 @@ def test_grammar_is_refused_and_tools_are_taken(
 
 
 def test_no_mlx_is_imported() -> None:
-    program = "import sys, worker.engines.scripted as _; print({'mlx', 'mlx_lm', 'numpy', 'transformers'} & {*sys.modules})"
+    program = "import sys, worker.engines.scripted; print({'mlx', 'mlx_lm', 'transformers'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"

@@ -23,6 +23,7 @@ from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupp
 from worker.engines import mlx_lm_0_32, sampling
 from worker.engines.logprobs import token_logprobs
 from worker.engines.text import Texts, TextStream
+from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
 from worker.plan import AUTO, held_precision
 
@@ -116,7 +117,7 @@ class BatchedEngine:
             },  # fmt: skip
         )
         progress("warming up")
-        self._warm_up()
+        warm_up(self)
         progress(f"ready after {time.monotonic() - begun:.1f} s on {self.facts.details['blas']}")
 
     def rebuild(self) -> None:
@@ -152,9 +153,8 @@ class BatchedEngine:
             raise Unsupported("prompt: it has no token")
         # mlx checks no index: one past the end reads, or writes, beyond the array.
         for name, tokens in (("prompt", request.prompt), ("logit_bias", list(request.sampling.logit_bias))):
-            wrong = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
-            if wrong is not None:
-                raise Unsupported(f"{name}: token {wrong} is not one of the model's {self._vocabulary}")
+            if tokens and (min(tokens) < 0 or max(tokens) >= self._vocabulary):
+                raise Unsupported(f"{name}: a token is not one of the model's {self._vocabulary}")
         return LANE
 
     def start(self, request_id: RequestId, request: GenerationRequest) -> None:
@@ -277,31 +277,9 @@ class BatchedEngine:
         found = token_logprobs(self._texts, mx.stack(arrays), [item.token for item in asked], counts)
         return {item.uid: logprob for item, logprob in zip(asked, found, strict=True)}
 
-    # --- Warming up ---------------------------------------------------------------------------------------------------
-
     def _measure_vocabulary(self) -> int:
         """The model's own number of tokens, which is often more than the tokenizer knows."""
         return self._model(mx.array([[0]])).shape[-1]
-
-    def _warm_up(self) -> None:
-        """Run what requests will run, so that none of them waits for a kernel to be compiled."""
-        plans = (
-            [Sampling(temperature=0.0)],
-            [Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=0.0)],
-            [
-                Sampling(temperature=1.0, top_k=20, min_p=0.05, seed=1, repetition_penalty=1.1),
-                Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5, logit_bias={0: 1.0}),
-            ],
-        )
-        for number, settings in enumerate(plans):
-            for row, wanted in enumerate(settings):
-                # Two lengths in a batch are padded, which is other code than one.
-                self.start(
-                    RequestId(bytes([number, row])),
-                    GenerationRequest([0] * (3 + 5 * row), 3 + row, sampling=wanted, top_logprobs=number),
-                )
-            while self.busy:
-                self.step()
 
 
 def read_well_together(unread: list[int], step: int) -> bool:

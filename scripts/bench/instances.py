@@ -1,0 +1,41 @@
+"""The instances that benchmarks measure: real ones, started as a user starts them.
+
+The scripted one generates without computing, so that what is measured is the rest; the demo one is what a user gets. Both
+serve their model under the name m.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scripts.harness import Harness
+
+
+@contextmanager
+def scripted(*flags: str) -> Iterator[Harness]:
+    """The scripted engine behind one API process, with the tiny model's tokenizer."""
+    from fixtures.tiny_model import build
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build(Path(folder) / "tiny")
+        with Harness("--engine", "scripted", "--api-processes", "1", "--log-level", "error", *flags, model=model) as harness:
+            yield harness
+
+
+def demo(*flags: str) -> Harness:
+    """The demo model behind one API process."""
+    return Harness("--api-processes", "1", "--log-level", "warning", *flags, model=demo_folder())
+
+
+def demo_folder() -> Path:
+    """The demo model's files, fetched when they are not there."""
+    from scripts.demo_model import fetch
+
+    return fetch(home())
+
+
+def home() -> Path:
+    """MILLPOND_HOME."""
+    return Path(os.environ.get("MILLPOND_HOME") or "~/.cache/millpond").expanduser().absolute()

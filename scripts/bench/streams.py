@@ -1,0 +1,54 @@
+"""streams: what batching and a second worker are worth, in tokens per second through HTTP, with the demo model.
+
+Sixteen streams at once against one alone on one worker; two one-thread workers against one, both given the same thirty-two
+requests at once. Prompts are read within the measured time. A and B alternate in one run, since only their ratio counts.
+"""
+
+from scripts.bench.goals import Figure, Report, table
+from scripts.bench.instances import demo
+from scripts.bench.load import drive, stories, tokens_per_s
+from scripts.bench.meter import alternating
+from scripts.harness import Harness
+
+MANY, BOTH = 16, 32
+
+
+def run(quick: bool) -> Report:
+    """Measure; `quick` shortens it to a check that it works."""
+    rounds, tokens = (1, 8) if quick else (5, 64)
+    with demo() as one:
+        load = Load(one, tokens)
+        load(MANY)
+        alone, many = alternating(rounds, lambda: load(1), lambda: load(MANY))
+    with demo("--threads", "1") as one, demo("--threads", "1", "--workers", "2") as two:
+        loads = Load(one, tokens // 2), Load(two, tokens // 2)
+        for warming in loads:
+            warming(2)
+        single, double = alternating(min(rounds, 3), lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+    batching = [b / a for a, b in zip(alone, many, strict=True)]
+    workers = [b / a for a, b in zip(single, double, strict=True)]
+    figures = [
+        Figure("one stream, tokens/s", alone, "{:.1f}"),
+        Figure(f"{MANY} streams, tokens/s", many, "{:.1f}"),
+        Figure(f"{MANY} streams / one stream", batching, "{:.2f}", least=6.0),
+        Figure(f"one one-thread worker, {BOTH} requests at once, tokens/s", single, "{:.1f}"),
+        Figure("two one-thread workers, the same, tokens/s", double, "{:.1f}"),
+        Figure("two workers / one", workers, "{:.2f}", least=1.7),
+    ]
+    return Report("streams", [table(f"Tokens per second, greedy, {tokens} tokens a reply", figures)], figures)
+
+
+class Load:
+    """Requests for one instance, none of them twice."""
+
+    def __init__(self, harness: Harness, tokens: int) -> None:
+        self._harness = harness
+        self._tokens = tokens
+        self._asked = 0
+
+    def __call__(self, streams: int) -> float:
+        """Tokens per second of so many at once."""
+        asks = stories(self._asked, streams, self._tokens)
+        self._asked += streams
+        stage = drive(self._harness.url, asks, streams, temperature=0)
+        return tokens_per_s(stage)
