@@ -78,6 +78,13 @@ class Connection(ASGIProtocol):
         super().pause_writing()
         self._watch_progress()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        # The client took something; what is buffered from now on is measured anew.
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
     def close_if_idle(self) -> None:
         """Close unless a request is being served."""
         if self._awaiting_request and not self._finishing_calls and not self._closed:

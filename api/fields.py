@@ -4,6 +4,7 @@ Each take_* reads one field by name out of a body, returns its value or the defa
 RequestError that names it. Invariant: a boolean is never taken for a number, and every integer returned fits 64 bits.
 """
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ from api.responses import RequestError
 # msgpack's integers end at 64 bits; a seed's meaning does not depend on its size, a limit's saturates.
 SEED_MODULUS = 2**63
 LARGEST_COUNT = 2**31 - 1
+# Longer than any reply; and what travels to a worker with every choice must stay far below a message's bound.
+LONGEST_STOPS = 2**20
+LONGEST_JSON = 2**22
 
 
 def refuse(param: str, message: str) -> RequestError:
@@ -107,6 +111,8 @@ def take_stop(body: dict[str, Any]) -> list[str]:
         raise refuse("stop", f"stop must be a non-empty string or an array of them, got {shown(value)}")
     if len(found) > 16:
         raise refuse("stop", f"stop may hold at most 16 strings, got {len(found)}")
+    if sum(map(len, found)) > LONGEST_STOPS:
+        raise refuse("stop", f"stop may hold at most {LONGEST_STOPS} characters in all")
     return found
 
 
@@ -161,6 +167,12 @@ def take_sampling(body: dict[str, Any]) -> dict[str, Any]:
         "logit_bias": take_logit_bias(body),
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def check_size(param: str, value: Any) -> None:
+    """400 for JSON that would be too much to hand to a worker."""
+    if len(json.dumps(value, ensure_ascii=False)) > LONGEST_JSON:
+        raise refuse(param, f"{param} may hold at most {LONGEST_JSON} characters of JSON")
 
 
 def check_refused(body: dict[str, Any], refused: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from api.fields import (
     check_refused,
+    check_size,
     ignored_fields,
     refuse,
     shown,
@@ -212,6 +213,7 @@ def take_response_format(body: dict[str, Any]) -> ResponseFormat:
         raise refuse(
             "response_format", f"response_format.json_schema.strict must be true or false, got {shown(strict)}"
         )
+    check_size("response_format", schema)
     return ResponseFormat(kind, schema or None, bool(strict))
 
 

@@ -106,7 +106,7 @@ class Template:
             return self._compiled.render(variables)
         except jinja2.TemplateError as error:
             raise TemplateComplaint(str(error) or type(error).__name__) from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+        except Exception as error:
             # A template that trips over what the client gave: its own way of complaining.
             raise TemplateComplaint(
                 f"The chat template cannot render these messages ({type(error).__name__})."

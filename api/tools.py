@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from api.fields import refuse, shown, take_boolean
+from api.fields import check_size, refuse, shown, take_boolean
 
 # OpenAI's rule for names; a longer or stranger one would not survive other servers' parsers either.
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -56,6 +56,7 @@ def _checked_definitions(tools: Any) -> list[dict[str, Any]]:
         if name in seen:
             raise refuse("tools", f"tools[{index}]: there are two functions named {name}")
         seen.add(name)
+    check_size("tools", tools)
     return tools
 
 

@@ -6,7 +6,6 @@ Shape as the HTTP contract's /v1/pool, plus "models", "draining", "apis", "malfo
 from typing import Any
 
 from broker.ledger import Ledger
-from broker.records import Phase
 from broker.roster import PeerRecord, Roster
 from common import __version__
 from common.envelope import Child
@@ -14,9 +13,10 @@ from common.envelope import Child
 
 def snapshot(ledger: Ledger, roster: Roster, max_queue: int, now: float) -> dict[str, Any]:
     """Values of today's types only (msgpack and JSON take it as it is)."""
-    requests = ledger.requests.values()
-    waiting = [request for request in requests if request.phase is Phase.WAITING]
-    oldest_at = min((request.submitted_at for request in waiting), default=now)
+    # Sizes and leases, never a look at every request: the broker stands still meanwhile.
+    waiting = sum(len(model.line) for model in ledger.models.values())
+    running = sum(lease.stopping_at is None for worker in ledger.workers.values() for lease in worker.leases.values())
+    oldest = [ledger.requests[id].submitted_at for model in ledger.models.values() for id in model.line.heads()]
     refused: dict[str, int] = {}
     finished: dict[str, int] = {}
     for model in ledger.models.values():
@@ -28,10 +28,10 @@ def snapshot(ledger: Ledger, roster: Roster, max_queue: int, now: float) -> dict
         "workers": _workers(ledger, roster, now),
         "models": [_model(ledger, name) for name in sorted(ledger.models)],
         "queue": {
-            "waiting": len(waiting),
-            "reserved": sum(request.phase is Phase.RESERVED for request in requests),
-            "running": sum(request.phase is Phase.RUNNING for request in requests),
-            "oldest_ms": int((now - oldest_at) * 1000),
+            "waiting": waiting,
+            "reserved": len(ledger.requests) - waiting - running,
+            "running": running,
+            "oldest_ms": int((now - min(oldest, default=now)) * 1000),
         },
         "limits": {
             "max_inflight": sum(ledger.max_inflight(model) for model in ledger.models.values()),
@@ -50,17 +50,18 @@ def snapshot(ledger: Ledger, roster: Roster, max_queue: int, now: float) -> dict
 
 
 def _workers(ledger: Ledger, roster: Roster, now: float) -> list[dict[str, Any]]:
-    rows = [_connected(ledger, record, roster, now) for record in roster.of_role("worker")]
+    stuck = {record.id for record in roster.stuck()}
+    rows = [_connected(ledger, record, roster, record.id in stuck, now) for record in roster.of_role("worker")]
     names = {row["name"] for row in rows}
     rows += [_child(child) for child in roster.children.values() if child.name not in names]
     return sorted(rows, key=lambda row: row["name"])
 
 
-def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, now: float) -> dict[str, Any]:
+def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, stuck: bool, now: float) -> dict[str, Any]:
     worker = ledger.workers[record.id]
     report = record.report
     child = roster.children.get(record.name)
-    state = "draining" if worker.leaving else "stuck" if record in roster.stuck() else "ready"
+    state = "draining" if worker.leaving else "stuck" if stuck else "ready"
     return {
         "name": record.name,
         "pid": record.pid,

@@ -40,6 +40,11 @@ class WaitingLine:
         if not self._ranks[priority]:
             del self._ranks[priority]
 
+    def heads(self) -> Iterator[RequestId]:
+        """The one that has waited longest, of each priority."""
+        for rank in self._ranks.values():
+            yield next(iter(rank))
+
     def __iter__(self) -> Iterator[RequestId]:
         """In order of service. The line must not be changed while iterating."""
         for priority in sorted(self._ranks, reverse=True):

@@ -4,7 +4,6 @@ The bridge between the operator's wishes (worker/settings), the device (worker/d
 and the pure plan (worker/plan); it starts nothing. Raises ConfigError when the budget holds no worker.
 """
 
-import os
 from dataclasses import dataclass
 
 from common import settings
@@ -71,6 +70,4 @@ def _environment(
     environment = {settings.environment_name(key): value for key, value in own.items()}
     if chosen.engine != "scripted":
         environment |= device.cpu_environment(chosen.threads_for(total), chosen.home_folder)
-    if "LD_PRELOAD" in environment and os.environ.get("LD_PRELOAD"):
-        environment["LD_PRELOAD"] += ":" + os.environ["LD_PRELOAD"]
     return environment

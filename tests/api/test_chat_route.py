@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -292,26 +293,46 @@ def test_http_1_0_gets_a_stream_that_ends_with_the_connection(server: Server) ->
     assert "outcome=stop" in server.wait_for_line(stream=1, status=200, outcome="stop")
 
 
+def stalled(server: Server) -> socket.socket:
+    """A client that has asked for a stream and takes next to nothing of it."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(http_request("POST", "/v1/chat/completions", chat_body(stream=True)))
+    return connection
+
+
+def flood(broker: FakeBroker) -> int:
+    """Send the one request pieces until the API has had enough; how many were sent."""
+    (submit,) = broker.wait_for(Submit)
+    for seq in range(5000):
+        if broker.count(Cancel):
+            return seq
+        broker.tokens(submit.request, seq, words(f"{seq:06d}" + "x" * 4000))
+        time.sleep(0.001)
+    raise AssertionError("a client that reads nothing was never too slow")
+
+
 def test_a_stalled_reader_gets_a_prefix_and_its_place_returns(server: Server, broker: FakeBroker) -> None:
     broker.script = start_and_wait()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(10)
-        connection.connect(("127.0.0.1", server.port))
-        connection.sendall(http_request("POST", "/v1/chat/completions", chat_body(stream=True)))
-        (submit,) = broker.wait_for(Submit)
-        sent = 0
-        while not broker.count(Cancel):
-            broker.tokens(submit.request, sent, words(f"{sent:06d}" + "x" * 4000))
-            sent += 1
-            assert sent < 5000
-            time.sleep(0.001)
+    with stalled(server) as connection:
+        sent = flood(broker)
         body = read_all(connection)
     found = [part[:6] for part in body.split(b'"content":"')[2:]]
     assert 64 < len(found) <= sent
     assert found == [b"%06d" % seq for seq in range(len(found))]
     assert b"[DONE]" not in body and b"error" not in body
     server.wait_for_line(outcome="slow_reader")
+
+
+def test_a_connection_that_takes_nothing_is_closed_in_the_end(own_server: Callable[..., Server]) -> None:
+    server = own_server(stall_timeout=0.5)
+    assert server.broker is not None
+    server.broker.script = start_and_wait()
+    with stalled(server):
+        flood(server.broker)
+        server.wait_for_line(status=499)
 
 
 def test_a_burst_is_no_fault_of_a_client_that_reads(server: Server, broker: FakeBroker) -> None:

@@ -95,3 +95,24 @@ def test_histograms_add_up() -> None:
 def test_every_outcome_has_a_label() -> None:
     labels = {metrics.label_of(outcome.value) for outcome in Outcome}
     assert labels == {"stop", "length", "tool_calls", "cancelled", "refused", "failed", "timeout"}
+
+
+def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
+    import json
+    import re
+    from pathlib import Path
+
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"millpond_\w+", target["expr"])
+    }
+    given = {key[0] for key in read(snapshot())}
+    assert asked and asked <= given, asked - given
+
+
+def test_64_workers_and_many_models_stay_within_bounds() -> None:
+    text = metrics.text(snapshot(models=4, workers=64)).decode()
+    assert len(text.splitlines()) < 2000
