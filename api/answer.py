@@ -1,7 +1,7 @@
 """One response on its way out: the headers every response carries, HEAD, HTTP/1.0, and errors in the one shape.
 
-Wraps the server's send(). Knows HTTP, nothing of what is answered. Invariant: `complete` is true exactly when the client
-has been given a whole response.
+Wraps the server's send(). Knows HTTP, nothing of what is answered. Invariant: `complete` is true exactly when the
+client has been given a whole response.
 """
 
 import asyncio

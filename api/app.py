@@ -1,7 +1,7 @@
 """Putting the API together: create_app() for gunicorn.
 
-Called once in each API process, after the fork. Knows every part and none of their work. Invariant: nothing here talks to
-the broker before the event loop runs.
+Called once in each API process, after the fork. Knows every part and none of their work. Invariant: nothing here
+talks to the broker before the event loop runs.
 """
 
 import os

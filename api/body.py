@@ -1,7 +1,7 @@
 """Reading one request's body from the ASGI server: whole, under one deadline and one cap.
 
-Owns what of the body has been read, so that a refusal can leave the connection usable or close it cleanly. Knows nothing of
-what is in the body. Invariant: after settle() nothing of this body can be taken for the next request.
+Owns what of the body has been read, so that a refusal can leave the connection usable or close it cleanly. Knows
+nothing of what is in the body. Invariant: after settle() nothing of this body can be taken for the next request.
 """
 
 import asyncio

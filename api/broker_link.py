@@ -1,8 +1,8 @@
 """The API's session with the broker, on the event loop.
 
-Owns the peer, the table of tickets by request id and the questions for snapshots; turns messages into ticket calls and
-nothing else. Never decides what a client gets. Invariant: every ticket in the table ends exactly once, at the latest when
-the session is dropped (BROKER_LOST), and leaves the table then.
+Owns the peer, the table of tickets by request id and the questions for snapshots; turns messages into ticket calls
+and nothing else. Never decides what a client gets. Invariant: every ticket in the table ends exactly once, at the
+latest when the session is dropped (BROKER_LOST), and leaves the table then.
 
 The descriptor is edge-triggered: it is drained when readable, after every send and from a timer, a bounded stretch at a
 time, the rest by call_soon, so that a flood of tokens never keeps the loop from its connections.

@@ -1,8 +1,8 @@
 """A reply's bytes: the whole object, and the chunks of a stream (pure).
 
-One ChatFormat per client request holds what all its bytes share (id, created, model, fingerprint), encoded once, so that a
-content chunk costs one encoding of its text. Knows the contract's §7 and nothing of tickets. Invariant: the texts of a
-stream's chunks, joined, are the whole reply's texts.
+One ChatFormat per client request holds what all its bytes share (id, created, model, fingerprint), encoded once, so
+that a content chunk costs one encoding of its text. Knows the contract's §7 and nothing of tickets. Invariant: the
+texts of a stream's chunks, joined, are the whole reply's texts.
 """
 
 from collections.abc import Iterable
@@ -108,8 +108,8 @@ class ChatFormat:
     def __init__(self, reply_id: str, created: int, model: str, fingerprint: str) -> None:
         self._id, self._created, self._model, self._fingerprint = reply_id, created, model, fingerprint
         self.call_ids = NewCallId(reply_id)
-        head = f'"id":{_text(reply_id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)},"choices":['
-        self._head = b"data: {" + head.encode()
+        head = f'"id":{_text(reply_id)},"object":"chat.completion.chunk","created":{created},"model":{_text(model)},'
+        self._head = b"data: {" + head.encode() + b'"choices":['
         self._tail = b',"system_fingerprint":' + json_text(fingerprint) + b"}\n\n"
         self._end = _ENDING + self._tail
         self._content: dict[int, bytes] = {}

@@ -1,8 +1,8 @@
 """The open connections of one API process, and the bounds the server does not set itself.
 
-gunicorn's protocol class with three additions: who is connected, a deadline for a first request's headers, and an end for
-connections that take nothing any more. Knows sockets, not requests. Invariant: a protocol is in `open` exactly between
-connection_made and connection_lost.
+gunicorn's protocol class with three additions: who is connected, a deadline for a first request's headers, and an end
+for connections that take nothing any more. Knows sockets, not requests. Invariant: a protocol is in `open` exactly
+between connection_made and connection_lost.
 """
 
 import asyncio

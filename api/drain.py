@@ -1,7 +1,8 @@
 """The end of an API process: from the first TERM to its exit.
 
-gunicorn would wait for silent connections and then kill running streams without a word; so this ends them before it does.
-Knows signals and instants, nothing of requests. Invariant: what is cut is cut as a failure the client can see, and counted.
+gunicorn would wait for silent connections and then kill running streams without a word; so this ends them before it
+does. Knows signals and instants, nothing of requests. Invariant: what is cut is cut as a failure the client can see,
+and counted.
 """
 
 import asyncio
@@ -31,6 +32,10 @@ class CutCounter:
     def add(self, count: int) -> None:
         """One process's cuts. Two at the same instant may count as one: only zero or not matters."""
         self._shared[:8] = (self.total + count).to_bytes(8, "little")
+
+    def reset(self) -> None:
+        """Count from here."""
+        self._shared[:8] = bytes(8)
 
     @property
     def total(self) -> int:

@@ -1,7 +1,7 @@
 """One client request's dealings with the broker: n tickets, their places, their waiting.
 
-The async shell round the tickets of one request. Knows phases and instants, not HTTP. Invariant: after close() the broker
-holds nothing for this request, whatever happened before.
+The async shell round the tickets of one request. Knows phases and instants, not HTTP. Invariant: after close() the
+broker holds nothing for this request, whatever happened before.
 """
 
 import asyncio
@@ -51,7 +51,8 @@ class Exchange:
             self._link.submit(ticket, request, prefix, fingerprint)
 
     async def accepted(self) -> None:
-        """Wait until a worker has taken every ticket. Raises ServingError when one ends without its reply before that."""
+        """Wait until a worker has taken every ticket. Raises ServingError when one ends without its reply before
+        that."""
         while True:
             self._raise_failure()
             if all(ticket.accepted for ticket in self.tickets):

@@ -1,8 +1,8 @@
 """The first JSON value in a reply, for JSON mode on lanes without grammar (pure).
 
 What counts as JSON, and how the value is written back, is CPython's: raw_decode from each brace or bracket in turn,
-json.dumps with default separators and raw non-ASCII. Invariant: the result is `text` itself or one JSON value, and the work
-done is bounded by WORK_PER_CHARACTER x length + WORK_FLOOR characters read.
+json.dumps with default separators and raw non-ASCII. Invariant: the result is `text` itself or one JSON value, and
+the work done is bounded by WORK_PER_CHARACTER x length + WORK_FLOOR characters read.
 """
 
 import json
@@ -21,7 +21,7 @@ _decode = json.JSONDecoder().raw_decode
 # CPython counts one level of recursion per container; the rest is for whoever calls us. A process that calls this from
 # several threads raises its limit to this once, since the limit is shared by all of them.
 STACK_NEEDED = MAX_DEPTH + 1000
-# Each error counts the lines before it, so what lies behind is dropped now and then; else that would be most of the work.
+# Each error counts the lines before it, so what lies behind is dropped now and then: it would be most of the work.
 _BEHIND = 4096
 # Below this many opening brackets no value can come near CPython's own limit.
 _SHALLOW = 300

@@ -1,7 +1,8 @@
 """Checks of single request fields, shared by every body that is normalized (pure).
 
-Each take_* reads one field by name out of a body, returns its value or the default when it is absent or null, and raises a
-RequestError that names it. Invariant: a boolean is never taken for a number, and every integer returned fits 64 bits.
+Each take_* reads one field by name out of a body, returns its value or the default when it is absent or null, and
+raises a RequestError that names it. Invariant: a boolean is never taken for a number, and every integer returned fits
+64 bits.
 """
 
 import json

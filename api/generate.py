@@ -76,7 +76,8 @@ class Generation:
     async def begin_text(
         self, asked: NormalizedCompletion, model: ServedModel, line: RequestLine
     ) -> tuple[Exchange, list[str]]:
-        """Reserve, tokenize, submit; choices of one prompt stand together. The exchange, and the prompts' texts to echo.
+        """Reserve, tokenize, submit; choices of one prompt stand together. The exchange, and the prompts' texts to
+        echo.
 
         Raises RequestError, ServingError.
         """

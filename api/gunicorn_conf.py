@@ -1,7 +1,8 @@
 """gunicorn's configuration for the API: python -m gunicorn -c api/gunicorn_conf.py 'api.app:create_app()'.
 
-Reads the environment through ApiSettings, so that what an operator sets means the same here and in the application. Owns
-what concerns the server and its processes. Invariant: the application's own drain ends before gunicorn's patience does.
+Reads the environment through ApiSettings, so that what an operator sets means the same here and in the application.
+Owns what concerns the server and its processes. Invariant: the application's own drain ends before gunicorn's
+patience does.
 """
 
 import logging
@@ -81,6 +82,9 @@ def when_ready(server: Any) -> None:
     def terminate(number: int, frame: Any) -> None:
         if asked:
             server.kill_workers(signal.SIGQUIT)
+        else:
+            # What reloads have cut before is not this end's doing.
+            _cuts.reset()
         asked.append(number)
         if callable(first):
             first(number, frame)

@@ -32,7 +32,8 @@ def text(snapshot: dict[str, Any]) -> bytes:
 
 
 def label_of(outcome: str) -> str:
-    """An outcome as millpond_requests_total counts it: stop, length, tool_calls, cancelled, refused, failed or timeout."""
+    """An outcome as millpond_requests_total counts it: stop, length, tool_calls, cancelled, refused, failed or
+    timeout."""
     kind = Outcome(outcome).kind
     return outcome if kind == "finished" else kind
 

@@ -1,8 +1,8 @@
 """The outer ASGI application: everything that happens to a request before and after Falcon.
 
-Owns receive(): request ids, routes and methods, keys, draining, the body, the client's departure, the last word on errors and the
-log line. Knows nothing of what a resource does. Invariant: every request ends in exactly one log line, and its exchange is
-closed then.
+Owns receive(): request ids, routes and methods, keys, draining, the body, the client's departure, the last word on
+errors and the log line. Knows nothing of what a resource does. Invariant: every request ends in exactly one log line,
+and its exchange is closed then.
 """
 
 import asyncio

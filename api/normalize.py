@@ -76,7 +76,7 @@ REFUSED = {
     "prediction": "",
     "web_search_options": "",
 }
-# What the prompt is made of is the server's to give; a client that could replace it would be templating code of its own.
+# What the prompt is made of is the server's to give; a client that could replace it would bring its own template.
 RESERVED_KWARGS = (
     "messages",
     "tools",
@@ -106,9 +106,11 @@ class ResponseFormat:
 
 @dataclass(frozen=True)
 class NormalizedChat:
-    """A checked request. max_tokens: capped by the operator's limit, not yet by the context. sampling: given fields only.
+    """A checked request. max_tokens: capped by the operator's limit, not yet by the context. sampling: given fields
+    only.
 
-    top_logprobs: -1 none. template_kwargs: enable_thinking first. messages: the client's, with the sentence of JSON mode.
+    top_logprobs: -1 none. template_kwargs: enable_thinking first. messages: the client's, with the sentence of JSON
+    mode.
     """
 
     model: str

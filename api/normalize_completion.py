@@ -1,7 +1,7 @@
 """A completion's or tokenization's body -> what it asks for, or an error that names the field (pure).
 
-Owns the fields of POST /v1/completions, /tokenize and /detokenize; what they share with the chat route means the same here.
-Invariant: as normalize.
+Owns the fields of POST /v1/completions, /tokenize and /detokenize; what they share with the chat route means the same
+here. Invariant: as normalize.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Messages to token ids: the model's template, its tokenizer, and the contract's §5.
 
-One PromptSource per served model, used from several threads at once. Knows the files of a model folder, nothing of requests
-or HTTP. Invariant: without special-token text in the messages the ids are those that Hugging Face gives; with it, that text
-is never a special token.
+One PromptSource per served model, used from several threads at once. Knows the files of a model folder, nothing of
+requests or HTTP. Invariant: without special-token text in the messages the ids are those that Hugging Face gives;
+with it, that text is never a special token.
 """
 
 import json

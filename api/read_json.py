@@ -1,8 +1,8 @@
 """Reading a request body as JSON, more strictly than json.loads (pure).
 
 Settles here, once, everything that JSON's grammar or Python's reader would let through and that later steps could not
-carry: NaN and infinities, lone surrogates, monstrous integers, unbounded nesting. Invariant: what read_object() returns can
-be encoded as UTF-8 text and walked without deep recursion.
+carry: NaN and infinities, lone surrogates, monstrous integers, unbounded nesting. Invariant: what read_object()
+returns can be encoded as UTF-8 text and walked without deep recursion.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What is known of one HTTP request, and the one log line that says it at its end.
 
-Filled in by whoever learns something; written once by the middleware. Holds no body, header value, key or query string, so
-none can be logged. Invariant: every field is a name, a number or a word of ours.
+Filled in by whoever learns something; written once by the middleware. Holds no body, header value, key or query
+string, so none can be logged. Invariant: every field is a name, a number or a word of ours.
 """
 
 import logging
@@ -21,7 +21,8 @@ _PROBES = frozenset({"/health", "/health/ready", "/metrics"})
 
 @dataclass
 class RequestLine:
-    """One request. label: its x-request-id. outcome: an Outcome's value or a refusal's word. exchange: closed at its end."""
+    """One request. label: its x-request-id. outcome: an Outcome's value or a refusal's word. exchange: closed at its
+    end."""
 
     label: str
     method: str = ""

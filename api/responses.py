@@ -1,7 +1,8 @@
 """How every refusal and failure looks to a client: status, type, code, words, headers (pure).
 
-One table from outcome to answer, one shape of body for all of them. Knows no sockets and no Falcon. Invariant: a failure's
-text names the kind of error, never its message or a path; only a client's own mistake is described in detail.
+One table from outcome to answer, one shape of body for all of them. Knows no sockets and no Falcon. Invariant: a
+failure's text names the kind of error, never its message or a path; only a client's own mistake is described in
+detail.
 """
 
 import json
@@ -98,7 +99,8 @@ _FIELD_OF_NEED = {"grammar": "response_format", "tools": "tools", "logprobs": "l
 
 
 def request_error(error: ServingError) -> RequestError:
-    """The answer for a request that ended before its 200. The error's text: type name of what failed, or what is unsupported."""
+    """The answer for a request that ended before its 200. The error's text: type name of what failed, or what is
+    unsupported."""
     outcome = error.outcome
     detail = "" if str(error) == outcome.value else str(error)
     if outcome is Outcome.UNSUPPORTED:

@@ -1,7 +1,7 @@
 """Which paths are routes and which methods they take (pure).
 
-Stated once: the middleware refuses by this table before a body is read, and app.py adds exactly these to Falcon. Invariant:
-a path that matches here is one Falcon has a resource for.
+Stated once: the middleware refuses by this table before a body is read, and app.py adds exactly these to Falcon.
+Invariant: a path that matches here is one Falcon has a resource for.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The models this process answers for: their prompts, context, sampling defaults and fingerprints.
 
-Read once at start from the model folders (never the weights). Knows nothing of workers. Invariant: a model that is listed
-can render a prompt.
+Read once at start from the model folders (never the weights). Knows nothing of workers. Invariant: a model that is
+listed can render a prompt.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What an operator can set about the API process; each number with its reason.
 
-Read once, by gunicorn_conf and by create_app(), from the environment that `serve` gives the API; frozen and passed in from
-there. Knows nothing of the broker's or the workers' settings. Invariant: two reads of one environment are equal.
+Read once, by gunicorn_conf and by create_app(), from the environment that `serve` gives the API; frozen and passed in
+from there. Knows nothing of the broker's or the workers' settings. Invariant: two reads of one environment are equal.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Text inside messages that looks like a tokenizer's special tokens: found, marked, and located in a rendering (pure).
 
-A template is rendered twice, once with such text between two private-use characters; where taking the marks out again gives
-the unmarked rendering, the marks say which stretches came from a client. Knows strings, not tokenizers. Invariant: what
-unmarked() returns has no mark in it, and its spans lie inside the text, in order, without overlap.
+A template is rendered twice, once with such text between two private-use characters; where taking the marks out again
+gives the unmarked rendering, the marks say which stretches came from a client. Knows strings, not tokenizers.
+Invariant: what unmarked() returns has no mark in it, and its spans lie inside the text, in order, without overlap.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 Span = tuple[int, int]
 
-# A search is one uninterruptible call; in stretches of this size it never keeps the interpreter longer than a millisecond.
+# A search is one uninterruptible call; in stretches of this size it keeps the interpreter a millisecond at most.
 WINDOW = 65536
 _PRIVATE = range(0x100000, 0x10FFFD)
 

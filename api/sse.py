@@ -1,8 +1,8 @@
 """Server-sent events as bytes (pure).
 
-Owns the framing: every event is one `data: ` line of JSON and a blank line, so nothing inside may be taken for a line break.
-Knows nothing of what the JSON says. Invariant: json_text() of any text holds no character at which some client's reader
-would split a line.
+Owns the framing: every event is one `data: ` line of JSON and a blank line, so nothing inside may be taken for a line
+break. Knows nothing of what the JSON says. Invariant: json_text() of any text holds no character at which some
+client's reader would split a line.
 """
 
 import msgspec

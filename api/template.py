@@ -1,7 +1,7 @@
 """A model's chat template, rendered as Hugging Face renders it (jinja2's sandbox).
 
-Owns the environment and what can be known of a template by reading it. Never sees a tokenizer. Invariant: a template gets
-no object through which it could reach anything but what it was given.
+Owns the environment and what can be known of a template by reading it. Never sees a tokenizer. Invariant: a template
+gets no object through which it could reach anything but what it was given.
 """
 
 import json

@@ -6,9 +6,9 @@
 A ticket only takes messages in, keeps the pieces nobody has taken yet, and calls `wake` when there is something new.
 Rules: 1. The outcome is set once. 2. A newer attempt replaces an older one only while no piece of the older has come;
 anything older is stale and dropped. 3. Pieces are counted by seq from 0 without gaps; a gap ends the ticket as
-STREAM_BROKEN. 4. A bounded ticket whose reader is too far behind ends as CANCELLED with `overflowed`; the pieces it holds
-stay, so that what the client gets is a prefix. Methods that end a ticket which the broker still serves return True: the
-owner sends CANCEL.
+STREAM_BROKEN. 4. A bounded ticket whose reader is too far behind ends as CANCELLED with `overflowed`; the pieces it
+holds stay, so that what the client gets is a prefix. Methods that end a ticket which the broker still serves return
+True: the owner sends CANCEL.
 """
 
 import sys

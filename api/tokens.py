@@ -1,7 +1,7 @@
 """A model's tokenizer as the API uses it: text to ids and back, with or without special tokens.
 
-Wraps the tokenizers library; transformers is never needed. Thread-safe: nothing but one lazy copy is made after construction. Invariant:
-encode_guarded() never turns a guarded stretch into a special token.
+Wraps the tokenizers library; transformers is never needed. Thread-safe: nothing but one lazy copy is made after
+construction. Invariant: encode_guarded() never turns a guarded stretch into a special token.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The tools of a chat and which of them the model must or may call (pure).
 
-Owns `tools`, `tool_choice` and `parallel_tool_calls`. Whether a template knows tools is the prompt's business, whether a
-lane can enforce a choice the worker's. Invariant: a named choice names a tool that is given.
+Owns `tools`, `tool_choice` and `parallel_tool_calls`. Whether a template knows tools is the prompt's business,
+whether a lane can enforce a choice the worker's. Invariant: a named choice names a tool that is given.
 """
 
 import json

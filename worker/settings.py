@@ -36,6 +36,10 @@ class WorkerSettings:
     context: int = setting(integer(0, 2**31), 0, "longest prompt and reply together (0: what the model allows)")
     # FACTS, "A join costs": at 128 to 256 tokens a chunk a long prompt delays the running rows least per token read.
     prefill_step: int = setting(integer(1, 65536), 256, "prompt tokens read between two decode steps")
+    # An eighth holds some dozen conversations beside the rows that run; more is better spent on more of these.
+    prompt_cache_bytes: int = setting(
+        byte_size(), 0, "bytes of prompts already read that a worker keeps (0: an eighth of its memory)"
+    )
     cpu_weights: str = setting(
         choice("auto", "float32", "keep"), "auto", "weights on CPU: float32 where they fit, or as stored"
     )

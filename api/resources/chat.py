@@ -1,7 +1,7 @@
 """POST /v1/chat/completions.
 
-Puts the steps of a chat in the contract's order and answers whole or as a stream. Knows Falcon; what the steps do lies in
-normalize, generate, chunks and stream. Invariant: no byte is sent before a worker has accepted every choice.
+Puts the steps of a chat in the contract's order and answers whole or as a stream. Knows Falcon; what the steps do
+lies in normalize, generate, chunks and stream. Invariant: no byte is sent before a worker has accepted every choice.
 """
 
 import secrets

@@ -1,6 +1,7 @@
 """POST /v1/completions: the chat's machinery on raw text.
 
-Knows Falcon; what the steps do lies in normalize_completion, generate, text_chunks and stream. Invariant: as the chat's.
+Knows Falcon; what the steps do lies in normalize_completion, generate, text_chunks and stream. Invariant: as the
+chat's.
 """
 
 import secrets

@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{id}.
 
-Lists what this instance serves, always all of it; what the broker's snapshot knows of workers is added where it answers.
-Invariant: a model whose workers are all down stays listed.
+Lists what this instance serves, always all of it; what the broker's snapshot knows of workers is added where it
+answers. Invariant: a model whose workers are all down stays listed.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ from common.generation import Summary
 
 T = TypeVar("T")
 
-# Reading JSON takes up to a millisecond per 100 KB, looking for it in text ten times that: more is done beside the loop.
+# Reading JSON takes up to a millisecond per 100 KB, looking for it in text ten times that: more is done in threads.
 BESIDE_THE_LOOP_BYTES = 32768
 # Header values have to stay far below the 8 KB that servers and proxies take.
 IGNORED_BYTES = 1024

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize.
 
-Answers from the tokenizer alone: no place is taken, the broker is not asked. Invariant: /tokenize gives the ids that a chat
-or completion of the same text would have.
+Answers from the tokenizer alone: no place is taken, the broker is not asked. Invariant: /tokenize gives the ids that
+a chat or completion of the same text would have.
 """
 
 import falcon.asgi

@@ -5,6 +5,7 @@ whole process, its I/O threads included, between two readings of the same proces
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,16 @@ class CpuMeter:
         return Span(self._used() - self._cpu, time.monotonic() - self._at)
 
     def _used(self) -> float:
-        times = [process.cpu_times() for process in self._processes]
-        return sum(one.user + one.system for one in times)
+        return sum(cpu_s(process) for process in self._processes)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time of all threads of a process since its start."""
+    if sys.platform == "linux":
+        # The kernel's CPU clock of another process (clock_getcpuclockid): nanoseconds, where /proc shows hundredths.
+        return time.clock_gettime((~process.pid << 3) | 2)
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def rss_mb(process: psutil.Process) -> float:

@@ -1,5 +1,6 @@
 """A real gunicorn with the API in it, and a scripted broker."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -52,8 +53,13 @@ class Server:
                 env=environment,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
-        wait_until(self._joined, "the API joined the broker")
+        try:
+            wait_until(self._joined, "the API joined the broker")
+        except BaseException:
+            self.close()
+            raise
 
     def _joined(self) -> bool:
         assert self.process.poll() is None, self.log()
@@ -63,13 +69,10 @@ class Server:
             return False
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGQUIT)
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
+        # Its whole session at once: how it ends by itself is what test_life is about.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
         if self.broker is not None:
             self.broker.close()
         shutil.rmtree(self.folder, ignore_errors=True)

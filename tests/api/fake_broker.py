@@ -1,6 +1,7 @@
 """A broker for tests of the API: a real ROUTER in a thread, told by each test how to behave.
 
-Speaks common/envelope and records everything it hears. Knows nothing of workers: what a worker would say, the script says.
+Speaks common/envelope and records everything it hears. Knows nothing of workers: what a worker would say, the script
+says.
 """
 
 import threading

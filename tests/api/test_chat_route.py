@@ -181,6 +181,7 @@ def test_a_model_that_was_replaced_is_refused(server: Server, broker: FakeBroker
     broker.wait_for(Release)
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_while_a_request_is_queued(server: Server, broker: FakeBroker) -> None:
     broker.script = only_reserve
     with server.open_chat(stream=True) as connection:
@@ -196,6 +197,7 @@ def test_nothing_is_sent_while_a_request_is_queued(server: Server, broker: FakeB
         read_until(connection, b"[DONE]\n\n\r\n0\r\n\r\n")
 
 
+@pytest.mark.slow
 def test_a_silent_stream_gets_comments(server: Server, broker: FakeBroker) -> None:
     broker.script = start_and_wait()
     with server.open_chat(stream=True) as connection:
@@ -248,6 +250,7 @@ def test_json_mode_asks_for_an_object_and_reduces_the_reply(server: Server, brok
     assert broker.requests.popitem()[1].grammar == ""
 
 
+@pytest.mark.slow
 def test_json_mode_is_left_to_the_grammar_where_there_is_one(server: Server, broker: FakeBroker) -> None:
     broker.snapshot["models"][0]["abilities"] = ["grammar"]  # type: ignore[index]
     broker.script = answer('{"a":1}')
@@ -326,6 +329,7 @@ def test_a_stalled_reader_gets_a_prefix_and_its_place_returns(server: Server, br
     server.wait_for_line(outcome="slow_reader")
 
 
+@pytest.mark.slow
 def test_a_connection_that_takes_nothing_is_closed_in_the_end(own_server: Callable[..., Server]) -> None:
     server = own_server(stall_timeout=0.5)
     assert server.broker is not None

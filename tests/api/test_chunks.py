@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from api.chunks import ChatFormat, Choice, usage_object
 from api.sse import json_text
+from api.text_chunks import TextFormat
 from common.generation import CONTENT, REASONING, TOOL_CALL, Piece, Summary, TokenLogprob, TopLogprob
 
 
@@ -159,3 +160,11 @@ def test_json_text_is_that_of_json_dumps_but_for_three_line_breaks() -> None:
 @pytest.mark.parametrize("text", ["\x85", "\u2028", "\u2029", "\x0b", "\x1c", "\r", "\n"])
 def test_no_text_can_break_a_line(text: str) -> None:
     assert len(form().pieces(0, [Piece(CONTENT, f"a{text}b")]).decode().splitlines()) == 2
+
+
+def test_a_completions_stream_opens_with_its_echo_or_a_comment() -> None:
+    form = TextFormat("cmpl-1", 1, "m", "fp", ["", "", "One "], 1)
+    assert (form.opening(0), form.opening(1)) == (b": keep-alive\n\n", b"")
+    assert parsed(form.opening(2))[0]["choices"] == [
+        {"text": "One ", "index": 2, "logprobs": None, "finish_reason": None}
+    ]

@@ -72,6 +72,7 @@ def test_a_reply_becomes_its_first_value(text: str, result: str) -> None:
     assert extract_json(text) == result
 
 
+@pytest.mark.slow
 def test_the_work_is_bounded_whatever_comes() -> None:
     hostile = [
         '{"a":"' * 50_000,
@@ -89,6 +90,7 @@ def test_the_work_is_bounded_whatever_comes() -> None:
     assert time.process_time() - began < 2
 
 
+@pytest.mark.slow
 def test_past_the_budget_the_reply_stays_as_it_is() -> None:
     # Each start is read to the end of the text before it fails; the value lies behind more of that than is allowed.
     text = "[" + "1," * 200_000 + "[" * 250 + ' {"a":1}'
@@ -115,6 +117,7 @@ def test_what_comes_out_is_the_text_or_cpythons_first_value(text: str) -> None:
     assert value == firsts[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.recursive(

@@ -86,6 +86,7 @@ def test_a_missing_or_empty_keys_file_is_a_config_error(tmp_path: Path) -> None:
         read_keys(ApiSettings(api_keys_file=keys_file(tmp_path)))
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_keys_and_origins_over_http(own_server: MakeServer, tmp_path: Path) -> None:
     path = keys_file(tmp_path, f'name = "team"\nsha256 = "{sha("s3cret")}"\nmax_priority = 1')

@@ -16,13 +16,10 @@ pytestmark = pytest.mark.system
 MakeServer = Callable[..., Server]
 
 
-def worker_of(server: Server) -> int:
-    """The pid of the one gunicorn worker, which names itself in its HELLO."""
-    return json.loads(server.get("/v1/pool")[2]).get("pid") or next(
-        int(path.name)
-        for path in Path("/proc").glob("[0-9]*")
-        if f"PPid:\t{server.process.pid}\n" in (path / "status").read_text()
-    )
+def worker_of(server: Server) -> Path:
+    """The folder in /proc of the one gunicorn worker."""
+    parent = f"PPid:\t{server.process.pid}\n"
+    return next(path for path in Path("/proc").glob("[0-9]*") if parent in (path / "status").read_text())
 
 
 def test_models_are_listed_with_what_the_broker_knows(server: Server) -> None:
@@ -70,6 +67,7 @@ def test_ready_needs_a_worker_that_is_ready_and_steps(
     assert server.get("/health")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_broker_that_dies_ends_what_runs_and_a_new_one_is_found(own_server: MakeServer) -> None:
     server = own_server()
     assert server.broker is not None
@@ -96,6 +94,7 @@ def terminate(server: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_drain_lets_running_replies_finish_and_refuses_new_ones(own_server: MakeServer) -> None:
     server = own_server()
     broker = server.broker
@@ -119,6 +118,7 @@ def test_a_drain_lets_running_replies_finish_and_refuses_new_ones(own_server: Ma
     assert "cut" not in server.log()
 
 
+@pytest.mark.slow
 def test_a_request_on_an_open_connection_is_refused_while_draining(own_server: MakeServer) -> None:
     server = own_server()
     broker = server.broker
@@ -137,6 +137,7 @@ def test_a_request_on_an_open_connection_is_refused_while_draining(own_server: M
     assert server.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_what_does_not_finish_in_time_is_cut_as_a_failure(own_server: MakeServer) -> None:
     server = own_server(shutdown_timeout=0.3)
     broker = server.broker
@@ -153,6 +154,7 @@ def test_what_does_not_finish_in_time_is_cut_as_a_failure(own_server: MakeServer
     assert server.process.wait(10) == 1
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(own_server: MakeServer) -> None:
     server = own_server(shutdown_timeout=30)
     broker = server.broker
@@ -169,17 +171,17 @@ def test_a_second_signal_ends_at_once(own_server: MakeServer) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_the_process_never_imports_what_workers_need(own_server: MakeServer) -> None:
     server = own_server()
     assert server.chat()[0] == 200
-    maps = Path(f"/proc/{worker_of(server)}/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-    loaded = maps.read_text()
+    loaded = (worker_of(server) / "maps").read_text()
     assert "tokenizers" in loaded
     assert not [name for name in ("libmlx", "libtorch", "numpy") if name in loaded]
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_work_stops_the_process_with_one_line(tiny_model: Path) -> None:
     with pytest.raises(AssertionError, match="MILLPOND_MAX_PROMPT='lots': allowed is a whole number"):
         Server(tiny_model, max_prompt="lots")

@@ -307,6 +307,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)), JSON, max_size=6))
 def test_anything_is_normalized_and_packs_or_is_a_400(fields: dict[str, Any]) -> None:
     try:

@@ -67,6 +67,7 @@ def test_refusals_are_the_clients_own_errors(server: Server, broker: FakeBroker)
         assert missing.value.code == "model_not_found"
 
 
+@pytest.mark.slow
 def test_a_full_server_is_tried_again_when_it_says(server: Server, broker: FakeBroker) -> None:
     tries = []
 

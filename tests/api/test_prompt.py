@@ -88,6 +88,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 UNFIT = {("mistral", "system"), ("mistral", "calls"), ("gemma", "system"), ("gemma", "calls")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", STYLES)
 def test_ids_are_those_of_hugging_face(

@@ -72,6 +72,7 @@ def test_any_bytes_are_an_object_or_a_reason(body: bytes) -> None:
         assert str(error)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text(),

@@ -133,6 +133,7 @@ def test_a_chunked_body_is_read(server: Server) -> None:
         assert read_until(connection, b"system_fingerprint").startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(server: Server) -> None:
     head = http_request("POST", "/v1/chat/completions").replace(b"gth: 0", b"gth: 10")
     with server.connect() as nothing, server.connect() as a_part:
@@ -143,6 +144,7 @@ def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(server
             assert reply.startswith(b"HTTP/1.1 408 ") and b"connection: close" in reply.lower()
 
 
+@pytest.mark.slow
 def test_a_body_that_drips_is_a_408_too(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(http_request("POST", "/v1/chat/completions").replace(b"gth: 0", b"gth: 100"))
@@ -211,6 +213,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     assert reply.count(b"HTTP/1.1 200 ") == 2
 
 
+@pytest.mark.slow
 def test_a_connection_without_a_request_is_closed(server: Server) -> None:
     with server.connect() as silent, server.connect() as slow, server.connect() as slower:
         slow.sendall(b"POST /v1/chat/comple")

@@ -115,3 +115,13 @@ def test_an_api_process_that_recycles_itself_keeps_its_open_streams(tiny_model: 
 
         wait_for(answers, 20, "answers")
         wait_for(harness.idle, 10, "idle")
+
+
+def test_what_a_reload_has_cut_is_not_held_against_the_end(tiny_model: Path) -> None:
+    with scripted(tiny_model, "--shutdown-timeout", "1") as harness:
+        stream = Stream(harness, ENDLESS).flowing()
+        os.kill(harness.processes("gunicorn")[0].pid, signal.SIGHUP)
+        assert stream.over().failed
+        wait_for(harness.idle, 10, "idle")
+        harness.signal(signal.SIGTERM)
+        assert harness.wait_end(30) == 0, harness.output

@@ -149,21 +149,13 @@ def test_a_draw_that_fails_says_so_and_gives_a_token() -> None:
 def test_penalties_look_at_the_reply_and_repetition_at_all() -> None:
     flat = mx.zeros((1, 10))
     tokens = mx.array([1, 2, 2, 3, 3, 3])  # the prompt is 1, 2
-    presence = RowLogits(Sampling(presence_penalty=0.5), 2, keep_raw=False)(tokens, flat + 0).tolist()[0]
+    presence = RowLogits(Sampling(presence_penalty=0.5), 2)(tokens, flat + 0).tolist()[0]
     assert presence[:5] == [0, 0, -0.5, -0.5, 0]
-    frequency = RowLogits(Sampling(frequency_penalty=0.5), 2, keep_raw=False)(tokens, flat + 0).tolist()[0]
+    frequency = RowLogits(Sampling(frequency_penalty=0.5), 2)(tokens, flat + 0).tolist()[0]
     assert frequency[:5] == [0, 0, -0.5, -1.5, 0]
-    repetition = RowLogits(Sampling(repetition_penalty=2.0), 2, keep_raw=False)(tokens, flat + 1).tolist()[0]
+    repetition = RowLogits(Sampling(repetition_penalty=2.0), 2)(tokens, flat + 1).tolist()[0]
     assert repetition[:5] == [1, 0.5, 0.5, 0.5, 1]
     assert not changes_logits(Sampling(temperature=0.3, top_p=0.5, seed=1))
-
-
-def test_raw_logprobs_are_kept_from_before_the_changes() -> None:
-    row = RowLogits(Sampling(presence_penalty=2.0, logit_bias={4: 50.0}), 0, keep_raw=True)
-    logits = mx.arange(10).astype(mx.float32)[None]
-    changed = row(mx.array([9, 9]), logits)
-    assert changed[0, 4].item() == 54 and changed[0, 9].item() == 7
-    assert row.raw.popleft()[0, 9].item() == pytest.approx(9 - math.log(sum(math.exp(n) for n in range(10))), abs=1e-4)
 
 
 def test_a_batch_of_rows_is_drawn_row_by_row() -> None:

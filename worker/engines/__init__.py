@@ -32,4 +32,5 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
         prefill_step=chosen.prefill_step,
         cpu_weights=chosen.cpu_weights,
         memory_share=chosen.memory_share,
+        prompt_cache_bytes=chosen.prompt_cache_bytes,
     )

@@ -1,8 +1,8 @@
-"""The batched engine: continuous batching of one model with mlx-lm's BatchGenerator.
+"""The batched engine: continuous batching of one model on mlx-lm.
 
-Owns the rows that wait for or are in the batch and what each needs: its text, its sampler, its log-probabilities.
-Must never know stop strings, sockets or processes. Invariant: every started row is in `_waiting` or in `_rows`, and
-leaves with one Ended, or silently by cancel() and rebuild().
+Owns the rows that wait for or are in the batch and what each needs: its text, its sampler, its grammar, its
+log-probabilities. Must never know stop strings, sockets or processes. Invariant: every started row is in `_waiting` or in
+`_rows`, and leaves with one Ended, or silently by cancel() and rebuild().
 
 All calls come from one thread: mlx's streams and random state are thread-local.
 """
@@ -15,23 +15,31 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
 from worker import device, model_files
 from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
-from worker.engines import mlx_lm_0_32, sampling
+from worker.engines import sampling
+from worker.engines.batch import Batch, Prompt
+from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
 from worker.engines.logprobs import token_logprobs
+from worker.engines.mlx_lm_0_32 import RowNeeds, Token
+from worker.engines.prompt_cache import PromptCache
 from worker.engines.text import Texts, TextStream
 from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
-from worker.plan import AUTO, held_precision
+from worker.plan import AUTO, held_precision, kv_bytes_per_token
 
 LANE = "batched"
-ABILITIES = ("sampling", "seed", "penalties", "logit_bias", "logprobs")
+ABILITIES = ("sampling", "seed", "penalties", "logit_bias", "logprobs", "grammar")
 
 # Buffers of shapes that no longer occur pile up in mlx's cache; clearing costs a new allocation or two.
 STEPS_BETWEEN_CLEARS = 256
+
+# What of its memory a worker gives to prompts already read, where the operator does not say.
+PROMPT_CACHE_SHARE = 8
 
 
 @dataclass
@@ -43,13 +51,21 @@ class _Row:
     text: TextStream
     sampler: sampling.Draw | None
     logits: sampling.RowLogits | None
-    unread: int
-    uid: int = -1
+    grammar: RowGrammar | None
+    uid: int
 
     @property
     def error(self) -> str:
         """The type name of what went wrong in one of its callables."""
-        return (self.logits.error if self.logits else "") or (self.sampler.error if self.sampler else "")
+        return next((part.error for part in (self.grammar, self.logits, self.sampler) if part and part.error), "")
+
+    @property
+    def needs(self) -> RowNeeds:
+        """What the batch must know of it."""
+        return RowNeeds(
+            self.uid, self.request.max_tokens, self.sampler or sampling.greedy, [self.logits] if self.logits else [],
+            self.grammar, self.request.top_logprobs >= 0,
+        )  # fmt: skip
 
 
 class BatchedEngine:
@@ -68,9 +84,10 @@ class BatchedEngine:
         prefill_batch: int = 8,
         cpu_weights: str = AUTO,
         memory_share: int = 0,
+        prompt_cache_bytes: int = 0,
     ) -> None:
         """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what
-        is free now."""
+        is free now. prompt_cache_bytes 0: an eighth of that."""
         self._folder = folder
         self._slots = slots
         self._kv_tokens = kv_tokens
@@ -79,8 +96,10 @@ class BatchedEngine:
         self._prefill_batch = prefill_batch
         self._cpu_weights = cpu_weights
         self._memory_share = memory_share
+        self._prompt_cache_bytes = prompt_cache_bytes
         self._waiting: dict[RequestId, _Row] = {}
         self._rows: dict[int, _Row] = {}
+        self._last_uid = 0
         self._steps = 0
 
     # --- Life ---------------------------------------------------------------------------------------------------------
@@ -102,8 +121,12 @@ class BatchedEngine:
             device.set_limits(share, share // 16)
         self._model: nn.Module | None = load_weights(self._folder, precision, progress)
         self._candidates = sampling.CPU_CANDIDATES if device.backend() == device.CPU else 1 << 30
+        self._kept = PromptCache(self._prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
+        per_token = kv_bytes_per_token(found, precision)
+        self._most_padding = _weight_bytes(self._model) // per_token if per_token else 0
         self._new_batch()
         self._vocabulary = self._measure_vocabulary()
+        self._grammars = Grammars(self._texts.tokenizer.to_str(), self._vocabulary, self._stop_ids)
         context = min(self._context or found.context, found.context)
         self.facts = EngineFacts(
             slots=self._slots,
@@ -118,17 +141,21 @@ class BatchedEngine:
         )
         progress("warming up")
         warm_up(self)
+        self._kept.clear()
         progress(f"ready after {time.monotonic() - begun:.1f} s on {self.facts.details['blas']}")
 
     def rebuild(self) -> None:
         self._waiting.clear()
         self._rows.clear()
+        # What broke the step may have been a lack of memory.
+        self._kept.clear()
         self._new_batch()
         device.clear_cache()
 
     def close(self) -> None:
         self._waiting.clear()
         self._rows.clear()
+        self._kept.clear()
         self._batch = None
         self._model = None
         device.clear_cache()
@@ -138,17 +165,14 @@ class BatchedEngine:
 
     def _new_batch(self) -> None:
         # The old one first: its cache and the new one's need not fit side by side.
-        self._batch: mlx_lm_0_32.Batch | None = None
-        self._batch = mlx_lm_0_32.Batch(
-            self._model, self._slots, self._prefill_step, self._prefill_batch, self._stop_ids
-        )
+        self._batch: Batch | None = None
+        self._batch = Batch(self._model, self._stop_ids, self._kept, self._most_padding)
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def lane_for(self, request: GenerationRequest) -> str:
-        for need in ("grammar", "tools"):
-            if getattr(request, need):
-                raise Unsupported(f"{need}: this engine cannot honour it")
+        if request.tools:
+            raise Unsupported("tools: this engine cannot honour it")
         if not request.prompt:
             raise Unsupported("prompt: it has no token")
         # mlx checks no index: one past the end reads, or writes, beyond the array.
@@ -159,12 +183,17 @@ class BatchedEngine:
 
     def start(self, request_id: RequestId, request: GenerationRequest) -> None:
         self.lane_for(request)
+        try:
+            grammar = self._grammars.row(request.grammar) if request.grammar else None
+        except BadGrammar as error:
+            raise Unsupported(f"grammar: {error}") from None
         sampler = self._sampler(request)
         logits = None
         if sampling.changes_logits(request.sampling):
-            logits = sampling.RowLogits(request.sampling, len(request.prompt), keep_raw=request.top_logprobs >= 0)
+            logits = sampling.RowLogits(request.sampling, len(request.prompt))
+        self._last_uid += 1
         self._waiting[request_id] = _Row(
-            request_id, request, self._texts.stream(), sampler, logits, unread=len(request.prompt)
+            request_id, request, self._texts.stream(), sampler, logits, grammar, self._last_uid
         )
 
     def cancel(self, request_id: RequestId) -> None:
@@ -197,23 +226,29 @@ class BatchedEngine:
         return sampling.Draw(key, self._candidates)
 
     def _join(self) -> None:
-        """Hand waiting rows to the batch as far as their prompts go well together."""
-        reading = [row.unread for row in self._rows.values() if row.unread]
-        for row in list(self._waiting.values()):
-            if len(self._rows) >= self._slots or len(reading) >= self._prefill_batch:
-                return
-            # In order of arrival, but a short prompt need not wait behind one that does not go with those being read.
-            if read_well_together([*reading, row.unread], self._prefill_step):
-                reading.append(row.unread)
-                self._enter(row)
+        """Hand waiting rows to the batch, in company of their like: padding is read like tokens."""
+        companies: list[list[Prompt]] = []
+        for row in list(self._waiting.values())[: self._slots - len(self._rows)]:
+            del self._waiting[row.id]
+            self._rows[row.uid] = row
+            request = row.request
+            cache, cached = self._kept.find(request.prompt)
+            prompt = Prompt(row.needs, request.prompt, request.system_tokens, cache, cached, cached)
+            for company in companies:
+                if len(company) < self._prefill_batch and self._suits(company, prompt):
+                    company.append(prompt)
+                    break
+            else:
+                companies.append([prompt])
+        for company in companies:
+            self._batch.enter(company)
 
-    def _enter(self, row: _Row) -> None:
-        del self._waiting[row.id]
-        request = row.request
-        row.uid = self._batch.insert(
-            request.prompt, request.max_tokens, row.sampler or sampling.greedy, [row.logits] if row.logits else []
-        )
-        self._rows[row.uid] = row
+    def _suits(self, company: list[Prompt], prompt: Prompt) -> bool:
+        """What they read and what they attend to are rectangles both."""
+        together = [*company, prompt]
+        whole = [len(one.tokens) for one in together]
+        unread = [one.unread for one in together]
+        return read_well_together(unread, self._prefill_step) and len(whole) * max(whole) <= 2 * sum(whole)
 
     def _leave(self, row: _Row) -> None:
         del self._rows[row.uid]
@@ -225,13 +260,9 @@ class BatchedEngine:
         self._join()
         if not self._rows:
             return []
-        prompts, tokens = self._batch.step()
-        steps: list[Step] = []
-        for item in prompts:
-            row = self._rows[item.uid]
-            row.unread = item.total - item.done
-            steps.append(Prefilled(row.id, item.done, item.total))
-        steps += self._commit(tokens)
+        steps = self._commit(self._batch.decode())
+        for item in self._batch.read(self._prefill_step):
+            steps.append(Prefilled(self._rows[item.uid].id, item.done, item.total, item.cached))
         # What went wrong while the next token was drawn; the one committed above was drawn before.
         for row in [row for row in self._rows.values() if row.error]:
             self._leave(row)
@@ -241,45 +272,42 @@ class BatchedEngine:
             device.clear_cache()
         return steps
 
-    def _commit(self, tokens: list[mlx_lm_0_32.Token]) -> list[Step]:
-        if not tokens:
-            return []
-        with mx.stream(self._batch.stream):
-            # One number a row and one wait for all: logits that are not finite give no error anywhere else.
-            chosen = mx.stack([item.logprobs[item.token] for item in tokens])
-            finite = mx.isfinite(chosen).tolist()
-            shown = self._shown_logprobs(tokens)
+    def _commit(self, tokens: list[Token]) -> list[Step]:
+        shown = self._shown_logprobs(tokens)
         steps: list[Step] = []
-        for item, sound in zip(tokens, finite, strict=True):
+        for item in tokens:
             row = self._rows[item.uid]
-            if not sound:
+            if not item.sound:
+                # Logits that are not finite give no error anywhere else.
                 self._leave(row)
                 steps.append(Ended(row.id, "failed", error="NonFiniteLogits"))
                 continue
             if item.reason != "stop":
                 steps.append(Committed(row.id, item.token, row.text.add(item.token), shown.get(item.uid)))
-            if item.reason:
+            # A grammar that is complete needs no end of sequence, and its last token may be the last one allowed.
+            reason = "stop" if row.grammar and row.grammar.complete else item.reason
+            if reason:
                 self._leave(row)
-                steps.append(Ended(row.id, item.reason, row.text.finish()))
+                steps.append(Ended(row.id, reason, row.text.finish()))
         return steps
 
-    def _shown_logprobs(self, tokens: list[mlx_lm_0_32.Token]) -> dict[int, TokenLogprob]:
-        """For the rows that asked, from the distribution before penalties and temperature."""
-        asked, arrays = [], []
-        for item in tokens:
-            row = self._rows[item.uid]
-            if row.request.top_logprobs >= 0:
-                asked.append(item)
-                arrays.append(row.logits.raw.popleft()[0] if row.logits else item.logprobs)
+    def _shown_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
+        """For the rows that asked, from the distribution before penalties, grammar and temperature."""
+        asked = [(item, item.logprobs) for item in tokens if item.logprobs is not None]
         if not asked:
             return {}
-        counts = [self._rows[item.uid].request.top_logprobs for item in asked]
-        found = token_logprobs(self._texts, mx.stack(arrays), [item.token for item in asked], counts)
-        return {item.uid: logprob for item, logprob in zip(asked, found, strict=True)}
+        counts = [self._rows[item.uid].request.top_logprobs for item, _ in asked]
+        arrays = mx.stack([logprobs for _, logprobs in asked])
+        found = token_logprobs(self._texts, arrays, [item.token for item, _ in asked], counts)
+        return {item.uid: logprob for (item, _), logprob in zip(asked, found, strict=True)}
 
     def _measure_vocabulary(self) -> int:
         """The model's own number of tokens, which is often more than the tokenizer knows."""
         return self._model(mx.array([[0]])).shape[-1]
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
 
 
 def read_well_together(unread: list[int], step: int) -> bool:

@@ -1,8 +1,11 @@
 """The parts of mlx-lm 0.32.2 that have no promise of stability, behind names of our own.
 
 The only module that touches them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
-changes. Must never know requests or text. Invariant: what mlx-lm does by itself and we do not want (a wired limit,
-token lists changed in place, stops that replace the model's) stays inside.
+changes. Must never know requests or text, nor when a prompt is read (worker/engines/batch.py). Invariant: what mlx-lm does
+by itself and we do not want (a wired limit, token lists changed in place, a softmax nobody asked for) stays inside.
+
+mlx-lm's BatchGenerator is not used: it reads all prompts as one rectangle in chunks of one size, decodes all rows as
+another, and normalizes every row's logits. Its two halves, the batch that reads and the batch that decodes, are.
 """
 
 import importlib
@@ -13,7 +16,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model
+
+from worker.engines.grammar import RowGrammar, masked
 
 VERSION = "0.32.2"
 
@@ -22,25 +28,41 @@ generate = importlib.import_module("mlx_lm.generate")
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
+# What one row has read, layer by layer.
+Cache = list[Any]
 
 
-@dataclass(frozen=True)
-class PromptProgress:
-    """A stretch of a prompt was read."""
+@dataclass(frozen=True, eq=False)
+class RowNeeds:
+    """What is done to one row's logits. shows: its log-probabilities are wanted."""
 
     uid: int
-    done: int
-    total: int
+    max_tokens: int
+    sampler: Sampler
+    processors: Sequence[Processor] = ()
+    grammar: RowGrammar | None = None
+    shows: bool = False
 
 
 @dataclass(frozen=True)
 class Token:
-    """A row's next token with the normalized logits (V,) that it was drawn from. reason: "", stop or length."""
+    """A row's next token. reason: "", stop or length. sound: it was drawn from finite numbers. logprobs: (V,), those of
+    the model itself, for rows that show them."""
 
     uid: int
     token: int
-    logprobs: mx.array
     reason: str
+    sound: bool
+    logprobs: mx.array | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """What is known of a drawn token beside its id; not yet computed. sound: (B,) of the step that drew it."""
+
+    sound: mx.array
+    row: int
+    logprobs: mx.array | None
 
 
 def load(folder: Path) -> nn.Module:
@@ -54,48 +76,179 @@ def unpack_quantized(model: nn.Module) -> nn.Module:
     return dequantize_model(model)
 
 
-class Batch:
-    """Continuous batching of one model: rows join and leave between steps. All calls from the thread that loaded it."""
+def can_be_cut(model: nn.Module) -> bool:
+    """Whether what a row has read can always be cut back to its first tokens (not so for sliding windows, states)."""
+    return all(type(layer) is KVCache for layer in make_prompt_cache(model))
 
-    def __init__(
-        self, model: nn.Module, slots: int, prefill_step: int, prefill_batch: int, stop_ids: Sequence[int]
-    ) -> None:
-        self._generator = generate.BatchGenerator(
-            model,
-            completion_batch_size=slots,
-            prefill_batch_size=prefill_batch,
-            prefill_step_size=prefill_step,
-        )
-        # The constructor raises the wired limit to the device's whole working set, which machines have panicked from.
-        # Closing puts back the limit found before and does nothing else; otherwise that would happen at some later
-        # time, when the object is collected.
-        self._generator.close()
-        self._stops = generate.StopSequences([[token] for token in stop_ids])
 
-    def insert(self, prompt: list[int], max_tokens: int, sampler: Sampler, processors: Sequence[Processor]) -> int:
-        """A new row; returns its uid. Raises ValueError for an empty prompt and for max_tokens below 1."""
-        (uid,) = self._generator.insert(
-            [prompt],
-            max_tokens=[max_tokens],
-            samplers=[sampler],
-            logits_processors=[list(processors)],
-            stop_sequences=[self._stops],
-        )
-        return uid
+def evaluate(cache: Cache) -> None:
+    """Compute what a cache holds; on the thread that steps."""
+    mx.eval([layer.state for layer in cache])
+
+
+class Decoding(generate.GenerationBatch):
+    """Rows that decode together. A step draws each row's next token while the caller works on the one before."""
+
+    def __init__(self, needs: Sequence[RowNeeds], stops: Any, model: nn.Module, inputs: mx.array, caches: Cache,
+                 tokens: list[list[int]]) -> None:  # fmt: skip
+        self._needs = {need.uid: need for need in needs}
+        super().__init__(
+            model, [need.uid for need in needs], inputs, caches, tokens, [need.sampler for need in needs],
+            generate.greedy_sampler, [list(need.processors) for need in needs], [stops] * len(needs),
+            [need.max_tokens for need in needs],
+        )  # fmt: skip
+
+    def extend(self, batch: "Decoding") -> None:
+        super().extend(batch)
+        self._needs |= batch._needs
+
+    def filter(self, keep: list[int]) -> None:
+        super().filter(keep)
+        self._needs = {uid: self._needs[uid] for uid in self.uids}
+
+    def extract_cache(self, idx: int) -> Cache:
+        """Nothing: the parent copies the cache of every row that ends, and nobody asks for it."""
+        return []
 
     def remove(self, uid: int) -> None:
-        """Take a row out, queued, prefilling or decoding; the others' tokens do not change. Unknown uids are fine."""
-        self._generator.remove([uid])
-
-    def step(self) -> tuple[list[PromptProgress], list[Token]]:
-        """One decode step of all rows and one stretch of prompt."""
-        prompts, tokens = self._generator.next()
-        return (
-            [PromptProgress(item.uid, *item.progress) for item in prompts],
-            [Token(item.uid, item.token, item.logprobs, item.finish_reason or "") for item in tokens],
-        )
+        """Take a row out; the others' tokens do not change."""
+        self.filter([row for row, other in enumerate(self.uids) if other != uid])
 
     @property
-    def stream(self) -> Any:
-        """The stream of the batch's arrays; work on them elsewhere would wait across streams."""
-        return self._generator.stream
+    def width(self) -> int:
+        """Columns of the rectangle that its caches are; 0 for a model without any."""
+        return max((layer.size() for layer in self.prompt_cache), default=0)
+
+    def step(self) -> list[Token]:
+        """The token of each row that was drawn in the last step; rows that end with it are gone."""
+        responses = self.next()
+        sound = {id(item.logprobs.sound): item.logprobs.sound.tolist() for item in responses}
+        return [
+            Token(
+                item.uid,
+                item.token,
+                item.finish_reason or "",
+                sound[id(item.logprobs.sound)][item.logprobs.row],
+                item.logprobs.logprobs,
+            )
+            for item in responses
+        ]
+
+    def _step(self) -> tuple[list[int], list[_Drawn]]:
+        # Empty in the constructor's step, whose inputs are the last tokens of the prompts.
+        drawn = self._next_logprobs
+        self._current_tokens, self._current_logprobs = self._next_tokens, drawn
+        inputs = self._current_tokens
+        needs = [self._needs[uid] for uid in self.uids]
+        raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
+        logits, contexts = self._processed(raw, inputs, needs)
+        if any(need.grammar for need in needs):
+            logits = _constrained(logits, inputs if drawn else None, needs)
+        sampled = _sampled(logits, needs)
+        best = mx.take_along_axis(logits, sampled[:, None].astype(mx.int32), axis=-1)[:, 0]
+        # A NaN anywhere in a row is its maximum too.
+        sound = mx.isfinite(best) & mx.isfinite(logits.max(axis=-1))
+        shown = _logprobs(raw, needs)
+        self._next_tokens = sampled
+        self._next_logprobs = [_Drawn(sound, row, shown.get(need.uid)) for row, need in enumerate(needs)]
+        mx.async_eval(sampled, sound, list(shown.values()), contexts)
+        tokens = inputs.tolist()
+        for known, token in zip(self.tokens, tokens, strict=True):
+            known.append(token)
+        return tokens, drawn
+
+    def _processed(
+        self, logits: mx.array, inputs: mx.array, needs: Sequence[RowNeeds]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Each row's own changes to its logits, and the token buffers that these grew."""
+        if not any(need.processors for need in needs):
+            return logits, []
+        rows, contexts = [], []
+        for row, need in enumerate(needs):
+            own = logits[row : row + 1]
+            if need.processors:
+                context = self._token_context[row].update_and_fetch(inputs[row : row + 1])
+                contexts.append(context)
+                for process in need.processors:
+                    own = process(context, own)
+            rows.append(own)
+        return mx.concatenate(rows, axis=0), contexts
+
+
+class Reading(generate.PromptProcessingBatch):
+    """Rows whose prompts are read together, each with the tokens that its cache holds already."""
+
+    def __init__(
+        self, needs: Sequence[RowNeeds], stops: Any, model: nn.Module, caches: Sequence[Cache | None],
+        known: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        self.needs = list(needs)
+        self._stops = stops
+        super().__init__(
+            model,
+            [need.uid for need in needs],
+            [make_prompt_cache(model) if cache is None else cache for cache in caches],
+            # Copies: the lists grow as the rows do.
+            [list(tokens) for tokens in known],
+            # The chunks come in the size they are to be read in.
+            prefill_step_size=1 << 30,
+            samplers=[None] * len(needs),
+            logits_processors=[()] * len(needs),
+        )
+
+    def _copy(self) -> "Reading":
+        copied = super()._copy()
+        copied.needs, copied._stops = list(self.needs), self._stops
+        return copied
+
+    def filter(self, keep: list[int]) -> None:
+        super().filter(keep)
+        self.needs = [self.needs[row] for row in keep]
+
+    def take(self, rows: list[int]) -> "Reading":
+        """These rows as a batch of their own."""
+        # Without the copy that split() makes of both halves.
+        return self if len(rows) == len(self.needs) else self.split(rows)
+
+    def decode(self, last: list[int]) -> Decoding:
+        """The rows with their prompts' last tokens, ready to decode; this batch is used up."""
+        return Decoding(self.needs, self._stops, self.model, mx.array(last), self.prompt_cache, self.tokens)
+
+
+def stops(stop_ids: Sequence[int]) -> Any:
+    """The tokens that end a row."""
+    return generate.StopSequences([[token] for token in stop_ids])
+
+
+def _constrained(logits: mx.array, inputs: mx.array | None, needs: Sequence[RowNeeds]) -> mx.array:
+    """The logits behind the grammars' masks, which depend on the inputs' values."""
+    # Computed while the matchers work.
+    mx.async_eval(logits)
+    if inputs is not None:
+        for need, token in zip(needs, inputs.tolist(), strict=True):
+            if need.grammar is not None:
+                need.grammar.take(token)
+    return masked(logits, [need.grammar for need in needs])
+
+
+def _sampled(logits: mx.array, needs: Sequence[RowNeeds]) -> mx.array:
+    """One token a row; rows that share a sampler are drawn in one call."""
+    rows_of: dict[int, list[int]] = {}
+    for row, need in enumerate(needs):
+        rows_of.setdefault(id(need.sampler), []).append(row)
+    if len(rows_of) == 1:
+        return needs[0].sampler(logits)
+    groups = list(rows_of.values())
+    drawn = [needs[rows[0]].sampler(logits[mx.array(rows)]) for rows in groups]
+    order = [row for rows in groups for row in rows]
+    return mx.concatenate(drawn)[mx.array([order.index(row) for row in range(len(needs))])]
+
+
+def _logprobs(raw: mx.array, needs: Sequence[RowNeeds]) -> dict[int, mx.array]:
+    """By uid, for the rows that show them, from before everything that was done to the logits."""
+    rows = [row for row, need in enumerate(needs) if need.shows]
+    if not rows:
+        return {}
+    asked = (raw if len(rows) == len(needs) else raw[mx.array(rows)]).astype(mx.float32)
+    normal = asked - mx.logsumexp(asked, axis=-1, keepdims=True)
+    return {needs[row].uid: normal[place] for place, row in enumerate(rows)}

@@ -1,9 +1,8 @@
 """How a row's next token is drawn: the callables that mlx-lm's batch calls for each row.
 
-Owns temperature, top_k, top_p, min_p, seeds, penalties and logit bias, and the log-probabilities before all of these.
-Must never know requests, text or the generator. Invariant: a callable never raises into the step (that would break
-all rows of the batch): it keeps the error's type name in `error`, gives something harmless back, and the engine ends
-its row.
+Owns temperature, top_k, top_p, min_p, seeds, penalties and logit bias. Must never know requests, text or the
+generator. Invariant: a callable never raises into the step (that would break all rows of the batch): it keeps the
+error's type name in `error`, gives something harmless back, and the engine ends its row.
 
 The order is that of Hugging Face, for whose order generation_config.json is written: penalties, temperature, top_k,
 top_p, min_p. Draws add Gumbel noise and take the greatest. A seeded row's noise depends on seed, position and token
@@ -12,7 +11,6 @@ id alone, so that neither batch neighbours nor the candidates' order change it.
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -126,13 +124,10 @@ def _above_min_p(scaled: mx.array, min_p: float) -> mx.array:
 
 
 class RowLogits:
-    """One row's changes to its logits, and its log-probabilities before them for rows that show these."""
+    """One row's changes to its logits."""
 
-    def __init__(self, sampling: Sampling, prompt_length: int, keep_raw: bool) -> None:
+    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
         self.error = ""
-        # One array for each token drawn and not yet collected.
-        self.raw: deque[mx.array] = deque()
-        self._keep_raw = keep_raw
         self._prompt_length = prompt_length
         repetition = sampling.repetition_penalty
         self._over_all = make_logits_processors(
@@ -150,8 +145,6 @@ class RowLogits:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """tokens: prompt and reply so far (n,); logits: (1, V)."""
         try:
-            if self._keep_raw:
-                self.raw.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
             for change in self._over_all:
                 logits = change(tokens, logits)
             # OpenAI's penalties are for what the reply has said, not for what was asked.

@@ -1,0 +1,96 @@
+"""end_to_end: how much of the engine's own speed arrives at the clients of HTTP, at sixteen streams of the demo model.
+
+Three ways to generate the same prompts on the same float32 weights and BLAS, alternating in one run: mlx-lm's BatchGenerator
+in a bare process, our engine in a bare process, and the whole pool through HTTP. Also what the pool's other processes use
+meanwhile, per token, where all sixteen tokens of a step come together as they do in real use.
+"""
+
+from scripts.bench.children import Child
+from scripts.bench.goals import Figure, Report, table
+from scripts.bench.instances import demo, demo_folder, home
+from scripts.bench.load import drive, stories, tokens_per_s
+from scripts.bench.meter import CpuMeter, Span, alternating
+from scripts.harness import Harness
+
+ROWS = 16
+
+
+def run(quick: bool) -> Report:
+    """Measure; `quick` shortens it to a check that it works."""
+    from worker import device
+    from worker.settings import WorkerSettings
+
+    rounds, tokens = (1, 8) if quick else (5, 64)
+    folder = demo_folder()
+    environment = device.cpu_environment(WorkerSettings().threads_for(1), home())
+    with demo() as harness, Child("scripts.bench.bare", str(folder), str(ROWS), environment=environment) as bare:
+        blas = (bare.ask(do="facts")["blas"], harness.snapshot()["workers"][0]["blas"])
+        if blas[0] != blas[1]:
+            raise RuntimeError(f"the bare process has {blas[0]} and the worker {blas[1]}")
+        bench = EndToEnd(harness, bare, tokens)
+        for way in (bench.generator, bench.engine, bench.http):
+            way()
+        bench.used.clear()
+        generator, engine, http = alternating(rounds, bench.generator, bench.engine, bench.http)
+    figures = [
+        Figure("bare BatchGenerator, tokens/s", generator, "{:.1f}"),
+        Figure("our engine in a bare process, tokens/s", engine, "{:.1f}"),
+        Figure("through HTTP, tokens/s", http, "{:.1f}"),
+        Figure("our engine / BatchGenerator", [b / a for a, b in zip(generator, engine, strict=True)], "{:.3f}"),
+        Figure("HTTP / BatchGenerator", [b / a for a, b in zip(generator, http, strict=True)], "{:.3f}", least=0.95),
+        *(
+            Figure(f"CPU of {part} per token, µs", [used[part] for used in bench.used], "{:.0f}")
+            for part in ("api", "broker", "client")
+        ),
+    ]
+    notes = (f"Worker and bare process on {blas[0]}; the client of HTTP shares the cores with them.",)
+    title = f"Tokens per second of {ROWS} streams arriving together, {tokens} tokens a reply"
+    return Report("end_to_end", [table(title, figures, notes)], figures)
+
+
+class EndToEnd:
+    """The three ways. Each takes prompts of its own, of the same kind; none is sent twice."""
+
+    def __init__(self, harness: Harness, bare: Child, tokens: int) -> None:
+        from api.prompt import PromptSource
+
+        self._harness, self._bare, self._tokens = harness, bare, tokens
+        self._source = PromptSource(demo_folder())
+        self._asked = 0
+        self.used: list[dict[str, float]] = []
+
+    def generator(self) -> float:
+        """mlx-lm alone."""
+        return self._bare_way("generator")
+
+    def engine(self) -> float:
+        """Our engine alone."""
+        return self._bare_way("engine")
+
+    def http(self) -> float:
+        """The pool."""
+        asks = stories(self._next(), ROWS, self._tokens)
+        meters = {part: CpuMeter(*self._harness.processes(part)) for part in ("api", "broker")}
+        stage = drive(self._harness.url, asks, ROWS, temperature=0)
+        spans = {part: meter.read() for part, meter in meters.items()}
+        spans["client"] = Span(stage.client_cpu_s, stage.wall_s)
+        tokens = sum(reply.tokens for reply in stage.replies)
+        self.used.append({part: span.cpu_s / tokens * 1e6 for part, span in spans.items()})
+        prompt = self._ids(asks[0].text)
+        told = next(reply.prompt_tokens for reply in stage.replies if reply.ask is asks[0])
+        if told != len(prompt):
+            raise RuntimeError(f"a prompt of {told} tokens through HTTP has {len(prompt)} in the bare process")
+        return tokens_per_s(stage)
+
+    def _bare_way(self, way: str) -> float:
+        prompts = [self._ids(ask.text) for ask in stories(self._next(), ROWS, self._tokens)]
+        done = self._bare.ask(do=way, prompts=prompts, tokens=self._tokens)
+        return float(done["tokens"] / done["wall_s"])
+
+    def _next(self) -> int:
+        self._asked += ROWS
+        return self._asked
+
+    def _ids(self, text: str) -> list[int]:
+        message = {"role": "user", "content": text}
+        return self._source.chat([message], {"enable_thinking": False}, [], 8192).ids

@@ -1,0 +1,186 @@
+"""The rows of one model on their way: which prompts are read next and how far, and which rows decode together.
+
+Owns the order of reading, the groups that decode, and the snapshots for the prompt cache. Must never know requests, text or
+sampling. Invariant: a row is in exactly one place, being read with its company or decoding in one group, until it ends or
+is removed; neither changes another row's tokens.
+
+mlx-lm's caches are rectangles: rows times the longest. So prompts are read in company of their like, and rows of very
+unlike length decode in groups of their own, where reading the weights once more costs less than the padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from worker.engines import mlx_lm_0_32
+from worker.engines.mlx_lm_0_32 import Cache, Decoding, Reading, RowNeeds, Token
+from worker.engines.prompt_cache import PromptCache
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A stretch of a prompt was read: done of total, cached of them not by us. All of it: the row decodes now."""
+
+    uid: int
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A row to be read. shared: where the head ends that other prompts begin with too; 0: not known. cache: of the first
+    `done` tokens."""
+
+    needs: RowNeeds
+    tokens: list[int]
+    shared: int = 0
+    cache: Cache | None = None
+    done: int = 0
+    cached: int = 0
+
+    @property
+    def unread(self) -> int:
+        """All but the last token, which is the first step's input."""
+        return len(self.tokens) - 1 - self.done
+
+    def chunk(self, most: int, stop_at_shared: bool) -> list[int]:
+        """The next tokens to read."""
+        end = self.done + min(most, self.unread)
+        if stop_at_shared and self.done < self.shared < end:
+            end = self.shared
+        return self.tokens[self.done : end]
+
+
+@dataclass(eq=False)
+class _Company:
+    """Prompts that are read as one rectangle, in the order of its rows."""
+
+    reading: Reading
+    prompts: list[Prompt]
+
+    @property
+    def unread(self) -> int:
+        return max(prompt.unread for prompt in self.prompts)
+
+
+class Batch:
+    """Continuous batching: rows join and leave between steps. All calls from the thread that loaded the model."""
+
+    def __init__(self, model: nn.Module, stop_ids: Sequence[int], kept: PromptCache, most_padding: int) -> None:
+        """most_padding: how many tokens of padding cost a step as much as reading the weights once more."""
+        self._model = model
+        self._stops = mlx_lm_0_32.stops(stop_ids)
+        self._kept = kept
+        self._most_padding = most_padding
+        # A cache that can be cut back serves any prefix; of others one is kept where the shared head ends.
+        self._stop_at_shared = not mlx_lm_0_32.can_be_cut(model)
+        self._reading: list[_Company] = []
+        self._groups: list[Decoding] = []
+
+    # --- Rows ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, prompts: list[Prompt]) -> None:
+        """New rows, to be read together."""
+        reading = Reading(
+            [prompt.needs for prompt in prompts],
+            self._stops,
+            self._model,
+            [prompt.cache for prompt in prompts],
+            [prompt.tokens[: prompt.done] for prompt in prompts],
+        )
+        for prompt in prompts:
+            prompt.cache = None
+        self._reading.append(_Company(reading, list(prompts)))
+
+    def remove(self, uid: int) -> None:
+        """Take a row out wherever it is; unknown uids are fine."""
+        for company in self._reading:
+            keep = [row for row, prompt in enumerate(company.prompts) if prompt.needs.uid != uid]
+            if len(keep) < len(company.prompts):
+                company.reading.filter(keep)
+                company.prompts = [company.prompts[row] for row in keep]
+        self._reading = [company for company in self._reading if company.prompts]
+        for group in self._groups:
+            if uid in group.uids:
+                group.remove(uid)
+        self._tidy()
+
+    @property
+    def reads(self) -> bool:
+        """Whether prompts wait to be read."""
+        return bool(self._reading)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether rows draw tokens."""
+        return bool(self._groups)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def decode(self) -> list[Token]:
+        """One token of every row that decodes."""
+        tokens = [token for group in self._groups for token in group.step()]
+        self._tidy()
+        return tokens
+
+    def read(self, most: int) -> list[Progress]:
+        """Read about so many tokens of prompts, padding included."""
+        if not self._reading:
+            return []
+        # The oldest always moves on; a short one need not wait until it is through.
+        oldest, shortest = self._reading[0], min(self._reading, key=lambda company: company.unread)
+        chosen = [oldest] if oldest is shortest else [shortest, oldest]
+        progress = [step for company in chosen for step in self._read(company, most // len(chosen))]
+        self._reading = [company for company in self._reading if company.prompts]
+        return progress
+
+    def _read(self, company: _Company, most: int) -> list[Progress]:
+        prompts, reading = company.prompts, company.reading
+        columns = max(1, most // len(prompts))
+        chunks = [prompt.chunk(columns, self._stop_at_shared) for prompt in prompts]
+        if any(chunks):
+            reading.prompt(chunks)
+        for row, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True)):
+            prompt.done += len(chunk)
+            if chunk and (not prompt.unread or self._stop_at_shared and prompt.done == prompt.shared):
+                self._keep(reading, row, prompt.tokens[: prompt.done])
+        through = [row for row, prompt in enumerate(prompts) if not prompt.unread]
+        if through:
+            self._place(reading.take(through).decode([prompts[row].tokens[-1] for row in through]))
+        company.prompts = [prompt for prompt in prompts if prompt.unread]
+        return [
+            Progress(
+                prompt.needs.uid,
+                prompt.done if prompt.unread else len(prompt.tokens),
+                len(prompt.tokens),
+                prompt.cached,
+            )
+            for prompt in prompts
+        ]
+
+    def _keep(self, reading: Reading, row: int, tokens: list[int]) -> None:
+        if self._kept.wants(tokens):
+            cache = reading.extract_cache(row)
+            mlx_lm_0_32.evaluate(cache)
+            self._kept.put(tokens, cache)
+
+    # --- Groups -------------------------------------------------------------------------------------------------------
+
+    def _place(self, new: Decoding) -> None:
+        """Into the group that it suits best, or into one of its own."""
+        best = min(self._groups, key=lambda group: _padding(group, new), default=None)
+        if best is None or _padding(best, new) > self._most_padding:
+            self._groups.append(new)
+        else:
+            best.extend(new)
+
+    def _tidy(self) -> None:
+        self._groups = [group for group in self._groups if len(group)]
+
+
+def _padding(one: Decoding, other: Decoding) -> int:
+    """How many more tokens the caches of both would hold as one rectangle than as two."""
+    width = max(one.width, other.width)
+    return len(one) * (width - one.width) + len(other) * (width - other.width)
