@@ -47,6 +47,9 @@ from common.session import Joined
 from common.sockets import context
 
 REPORT_S = 1.0
+# A process that has just begun, or whose broker is being restarted, is joined within a second or two; answering 503
+# meanwhile would show clients a reload.
+JOIN_WAIT_S = 3.0
 # A broker that lives answers within a millisecond; one that does not is found out by the session within seconds.
 SNAPSHOT_S = 2.0
 
@@ -68,6 +71,7 @@ class BrokerLink:
         self._report_at = 0.0
         self._pump_is_due = False
         self._joined = False
+        self._came_alive = asyncio.Event()
         # What the API itself refused since the last REPORT, by status.
         self.refused: Counter[str] = Counter()
         self.lost_because = "not joined yet"
@@ -99,6 +103,14 @@ class BrokerLink:
     def running(self) -> int:
         """Tickets that have not ended."""
         return len(self._tickets)
+
+    async def joined(self, within_s: float = JOIN_WAIT_S) -> None:
+        """Wait until the broker can be spoken to. Raises ServingError(BROKER_LOST)."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._came_alive.wait()
+        except TimeoutError:
+            raise ServingError(Outcome.BROKER_LOST) from None
 
     def reserve(self, tickets: Sequence[Ticket], label: str, model: str, priority: int, key: str) -> None:
         """Ask for one place per ticket. Raises ServingError when there is no broker to ask."""
@@ -196,6 +208,7 @@ class BrokerLink:
                 self._dropped(event.reason)
             elif isinstance(event, Joined):
                 self._joined = True
+                self._came_alive.set()
                 logs.event("joined the broker", epoch=event.epoch)
         if self._peer.backlog() and not self._pump_is_due:
             self._pump_is_due = True
@@ -244,6 +257,7 @@ class BrokerLink:
         level = logging.WARNING if self._joined else logging.DEBUG
         logs.event("lost the broker", level, reason=reason, requests=len(self._tickets))
         self._joined, self.lost_because = False, reason
+        self._came_alive.clear()
         self._watch()
         self._end_all(Outcome.BROKER_LOST)
         for question in self._questions.values():

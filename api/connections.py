@@ -16,6 +16,8 @@ from gunicorn.workers import gasgi
 from api.request_line import RequestLine, new_label
 from api.responses import API_ERROR, INVALID, RequestError
 
+# While draining: how long a connection that was just accepted may take to ask.
+YOUNG_S = 1.0
 # What the kernel takes for a client that reads slowly: small, so that the bound on a stream's pieces is real.
 SEND_BUFFER = 65536
 
@@ -41,9 +43,10 @@ class Connections:
         gasgi.ASGIProtocol = Tracked
 
     def close_idle(self) -> None:
-        """Close those between two requests and those that never sent one."""
+        """Close those between two requests and those that have sent none for a while."""
         for connection in list(self.open):
-            connection.close_if_idle()
+            if not connection.is_young():
+                connection.close_if_idle()
 
     def abort_all(self) -> None:
         """Reset what is left, whatever it holds."""
@@ -60,11 +63,13 @@ class Connection(ASGIProtocol):
         self._headers_due: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._made_at = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._connections.open.add(self)
         loop = asyncio.get_running_loop()
+        self._made_at = loop.time()
         self._headers_due = loop.call_later(self._connections.header_timeout_s, self._headers_are_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -84,6 +89,10 @@ class Connection(ASGIProtocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+
+    def is_young(self) -> bool:
+        """Whether its first request is probably on its way: closing now would look like a crash to its client."""
+        return self.req_count == 0 and asyncio.get_running_loop().time() - self._made_at < YOUNG_S
 
     def close_if_idle(self) -> None:
         """Close unless a request is being served."""

@@ -79,7 +79,10 @@ class Drain:
 
     def _begin(self) -> None:
         self._lifecycle.draining = True
-        # The worker's own exit: it stops listening within a second and waits for the connections that are left.
+        # gunicorn's loop looks at its exit flag once a second; what this process accepted until then would be served by
+        # one that is about to end, while the next one stands ready.
+        for server in self._worker.servers:
+            server.close()
         self._worker.handle_exit_signal()
         self._sweep()
 

@@ -36,6 +36,8 @@ class Exchange:
 
     async def reserve(self, label: str, model: str, priority: int, key: str) -> str:
         """Take all places or none; the fingerprint of the model that will serve. Raises ServingError."""
+        if not self._link.live:
+            await self._link.joined()
         self._link.reserve(self.tickets, label, model, priority, key)
         while self.tickets[0].state == "asked":
             await self.news()

@@ -22,7 +22,6 @@ from api.keys import read_keys
 from api.request_line import RequestLine, new_label
 from api.responses import (
     RequestError,
-    draining,
     internal_error,
     method_not_allowed,
     not_found,
@@ -111,8 +110,10 @@ class Edge:
         if verb not in route.methods:
             raise method_not_allowed(method, route.allowed)
         self._check_key(scope, route, line)
-        if self._lifecycle.draining and verb != "GET":
-            raise draining()
+        if self._lifecycle.draining:
+            # Served all the same: at a reload the broker goes on, and at the end of everything it is the broker that
+            # refuses. The connection is closed when it is idle.
+            answer.headers.append((b"connection", b"close"))
         content = b""
         if verb != "GET":
             content = await body.read(self._settings.max_body_bytes, self._settings.body_timeout)

@@ -189,10 +189,3 @@ def unauthorized() -> RequestError:
     return RequestError(
         401, "A valid API key is required.", kind=AUTHENTICATION, headers=headers, outcome="unauthorized"
     )
-
-
-def draining() -> RequestError:
-    """503 of a server that is going away."""
-    error = request_error(ServingError(Outcome.DRAINING))
-    error.headers["connection"] = "close"
-    return error

@@ -59,9 +59,8 @@ def check_schema(schema: str) -> tuple[bool, str, list[str]]:
     failed, words = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
         return False, _one_line(words[0] if words else "it cannot be compiled"), []
-    left_out = dict.fromkeys(keyword for line in words for keyword in _keywords(line))
-    left_out |= dict.fromkeys(_unknown(json.loads(schema)))
-    return True, "", list(left_out)
+    left_out = {keyword for line in words for keyword in _keywords(line)} | set(_unknown(json.loads(schema)))
+    return True, "", sorted(left_out)
 
 
 def forced_call(prefix: str, schemas: Sequence[dict[str, Any]], suffix: str, special: Sequence[str] = ()) -> str:

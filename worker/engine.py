@@ -2,16 +2,21 @@
 
 An engine runs many requests at once and is stepped by one thread, the one that loaded it (MLX streams are
 thread-local). It commits tokens and decodes them; it knows nothing of stop strings, reasoning, tools, sockets or the
-broker: those are worker/running and worker/sink. Every started request yields exactly one Ended, unless it was
-cancelled: cancel() is the caller's own end of it and yields nothing more.
+broker: those are worker/running and worker/sink. It only says how its model writes such things. Every started request
+yields exactly one Ended, unless it was cancelled: cancel() is the caller's own end of it and yields nothing more.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.generation import GenerationRequest, TokenLogprob
 from common.ids import RequestId
+from worker.router import Router
+
+# The states of a reply, named as mlx-lm names them. Any other is framing, whose text nobody is shown.
+NORMAL, IN_REASONING, IN_TOOL = "normal", "reasoning", "tool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,43 @@ Step = Committed | Ended | Prefilled
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """A format whose arguments are JSON as it stands, so that they can stream.
+
+    opens: what a block can begin with, after spaces. head: a call up to its arguments, with a group "name"; it ends before
+    the {. tail: what may stand between a call's arguments and the next call, or the block's end; it matches "" too.
+    """
+
+    opens: str
+    head: re.Pattern[str]
+    tail: re.Pattern[str]
+
+
+@dataclass(frozen=True)
+class Markup:
+    """How a model writes what is not content; "" and None: it has no such thing.
+
+    parse: (text between tool_start and tool_end, tool definitions) -> the call or list of calls, each a dict with name and
+    arguments; it raises anything for a text that is none. tool_end "": a block lasts until the reply's end. structure:
+    markers that only frame content. states, opening: for models that announce each part of a reply in a header: state ->
+    (marker, next state), and the state in which a reply begins.
+    """
+
+    think_start: str = ""
+    think_end: str = ""
+    tool_start: str = ""
+    tool_end: str = ""
+    parse: Callable[[str, list[dict[str, Any]]], Any] | None = None
+    form: CallForm | None = None
+    structure: Sequence[str] = ()
+    states: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    opening: str = NORMAL
+    router: Router = field(default_factory=Router)
+
+
+@dataclass(frozen=True)
 class EngineFacts:
-    """What an engine can do, known after load()."""
+    """What an engine can do, known after load(). abilities hold of every lane."""
 
     slots: int
     kv_tokens: int
@@ -64,10 +104,12 @@ class EngineFacts:
     lanes: Sequence[str]
     abilities: Sequence[str]
     details: dict[str, str] = field(default_factory=dict)
+    markup: Markup | None = None
 
 
 class Unsupported(Exception):
-    """start(): no lane of this engine can honour the request; the text says which need it cannot serve."""
+    """start(): no lane of this engine can honour the request; the text is the need that it cannot serve, then perhaps a
+    colon and the reason."""
 
 
 class Engine(Protocol):

@@ -89,11 +89,11 @@ def test_the_body_reaches_the_application_as_one_event() -> None:
     assert run(edge(answering), scope(), *parts).body == b"abc"
 
 
-def test_while_draining_new_work_is_refused_and_questions_are_answered() -> None:
+def test_while_draining_what_still_comes_is_served_and_its_connection_closed() -> None:
     app = edge(answering)
     app._lifecycle.draining = True
-    refused = run(app, scope())
-    assert (refused.status, refused.headers[b"connection"]) == (503, b"close")
+    served = run(app, scope())
+    assert (served.status, served.headers[b"connection"]) == (200, b"close")
     assert json.loads(refused.body)["error"]["code"] == "draining" and b"retry-after" in refused.headers
     assert run(app, scope("GET", "/health")).status == 200
 

@@ -74,11 +74,9 @@ def test_refusals_of_the_transport() -> None:
         responses.method_not_allowed("GET", "POST"): 405,
         responses.body_too_large(5): 413,
         responses.body_timeout(60): 408,
-        responses.draining(): 503,
         responses.model_not_found("x", ["a", "b"]): 404,
         responses.internal_error("KeyError"): 500,
     }
     assert [error.status for error in cases] == list(cases.values())
     assert responses.method_not_allowed("GET", "POST").headers == {"allow": "POST"}
-    assert responses.draining().code == "draining"
     assert responses.model_not_found("x", ["a", "b"]).message == "Model 'x' not found. Available: a, b."

@@ -59,7 +59,13 @@ def test_gunicorn_reload_keeps_open_streams(tiny_model: Path) -> None:
     with scripted(tiny_model) as harness:
         stream = Stream(harness, script(count=60, rate=30)).flowing()
         (master,), (old,) = harness.processes("gunicorn"), harness.processes("api")
+        asked = [Stream(harness, script(count=2, rate=100))]
         os.kill(master.pid, signal.SIGHUP)
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            # One after the other, each on a connection of its own: nobody may notice the change.
+            asked.append(Stream(harness, script(count=2, rate=100)).over())
+        assert len(asked) > 10 and all(one.over().whole for one in asked), [one.__dict__ for one in asked if not one.whole]
 
         def replaced() -> bool:
             return any(process.pid != old.pid for process in harness.processes("api"))

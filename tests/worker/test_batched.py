@@ -126,7 +126,7 @@ def test_prompts_that_were_read_leave_room_for_others_to_be_read_together(engine
     engine.start(rid(1), request(1, 90))
     engine.start(rid(2), request(2, 90))
     collect(replies, engine.step())
-    assert replies[rid(1)].reads == replies[rid(2)].reads == [(32, 90)]
+    assert replies[rid(1)].reads == replies[rid(2)].reads == [(16, 90)]
 
 
 def test_only_prompts_of_like_length_are_read_in_one_rectangle() -> None:
