@@ -94,7 +94,6 @@ def test_while_draining_what_still_comes_is_served_and_its_connection_closed() -
     app._lifecycle.draining = True
     served = run(app, scope())
     assert (served.status, served.headers[b"connection"]) == (200, b"close")
-    assert json.loads(refused.body)["error"]["code"] == "draining" and b"retry-after" in refused.headers
     assert run(app, scope("GET", "/health")).status == 200
 
 
