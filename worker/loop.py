@@ -1,13 +1,15 @@
 """The worker's main thread: takes work, steps the engine, posts what comes out.
 
-The only thread that touches the engine. Every Work that it takes ends in exactly one DONE, unless its session ended first;
-an engine whose step raises fails all its requests with a typed error and is rebuilt, so one fault never ends the process.
+The only thread that touches the engine. Every Work that it takes ends in exactly one DONE, unless its session ended first,
+and its row is released once on every way out; an engine whose step raises fails all its requests with a typed error and is
+rebuilt, so one fault never ends the process. An engine that cannot be rebuilt does: the pool starts another.
 """
 
 import logging
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from common import logs
 from common.envelope import Done, Message, Started, Tokens, encode
@@ -16,14 +18,29 @@ from common.histograms import Histogram
 from common.generation import Piece, Summary, pack_pieces, pack_summary, unpack_request
 from common.ids import RequestId
 from common.outcomes import Outcome
+from worker import placement
 from worker.engine import Committed, Ended, Engine, Prefilled, Unsupported
 from worker.link import Halt, Item, Link, SessionOver, Vitals, Work
+from worker.placement import Plan
 from worker.running import Finish, Running
 
 # How often memory is read for REPORT: reading it is not free on every backend.
 MEMORY_S = 0.5
 # Longest sleep: leave() only sets an instant, and nothing rings for it.
 LOOK_UP_S = 0.25
+# How long a piece may wait for the next one: it saves frames where steps are quicker, and a reader sees no difference.
+COALESCE_S = 0.025
+
+
+@dataclass
+class _Seat:
+    """A request that runs: its session, what it holds of the engine, and its pieces that have not left yet."""
+
+    session: int
+    running: Running
+    plan: Plan
+    pieces: list[Piece] = field(default_factory=list)
+    waiting_since: float = 0.0
 
 
 class WorkerLoop:
@@ -45,8 +62,11 @@ class WorkerLoop:
         self._vitals = vitals
         self._name = name
         self._clock = clock
-        self._running: dict[RequestId, tuple[int, Running]] = {}
+        self._running: dict[RequestId, _Seat] = {}
         self._posted: list[tuple[int, bytes, bytes]] = []
+        self._step_s = 0.0
+        # What went wrong while a row was released; the engine is in no known state then.
+        self._broken: Exception | None = None
         self._memory_at = 0.0
         self._memory_budget = memory_budget
         self._inter_token = Histogram("inter_token")
@@ -67,16 +87,17 @@ class WorkerLoop:
                 if not self._running or self._clock() >= self.leave_at:
                     break
             self._take_items()
+            self._mend()
             # Before the step: a prompt's first chunk takes long, and its STARTED lets the client have its 200.
             self._flush()
             if self._engine.busy:
                 self._step()
+                self._mend()
                 self._flush()
             self._note_vitals()
         clean = not self._running
-        for session, running in list(self._running.values()):
-            self._engine.cancel(running.id)
-            self._finish(session, running, [], running.finish(Outcome.SHUTDOWN, self._clock()))
+        for seat in list(self._running.values()):
+            self._end(seat, Outcome.SHUTDOWN)
         self._flush()
         return clean
 
@@ -98,48 +119,52 @@ class WorkerLoop:
             case Work():
                 self._start(item)
             case Halt():
-                held = self._running.get(item.request)
-                if held is not None and held[0] == item.session and held[1].attempt == item.attempt:
-                    self._engine.cancel(item.request)
-                    self._finish(*held, [], held[1].finish(Outcome.CANCELLED, self._clock()))
+                seat = self._running.get(item.request)
+                if seat is not None and seat.session == item.session and seat.running.attempt == item.attempt:
+                    self._end(seat, Outcome.CANCELLED)
             case SessionOver():
-                for id, (session, _) in list(self._running.items()):
-                    if session <= item.session:
-                        self._engine.cancel(id)
+                for id, seat in list(self._running.items()):
+                    if seat.session <= item.session:
+                        self._release(seat)
                         del self._running[id]
 
     def _start(self, work: Work) -> None:
         try:
-            request = unpack_request(work.payload)
+            plan = placement.plan(unpack_request(work.payload), self._engine.facts, bool(self._running))
+            request = plan.begin()
+            # The engine has the last word: it also knows what of its lanes is free now, and its vocabulary.
             lane = self._engine.lane_for(request)
+            markup = self._engine.facts.markup
+            running = Running(work.request, work.attempt, work.label, request, lane, self._clock(), markup)
             self._engine.start(work.request, request)
         except (Unsupported, ProtocolError) as error:
             logs.event("request refused", label=work.label, reason=str(error))
-            self._post(
-                work.session,
-                Done(work.request, work.attempt, Outcome.UNSUPPORTED),
-                pack_summary(Summary(error=str(error)[:200])),
-            )
+            # The need alone: the API names the field that asked for it.
+            need = str(error).partition(":")[0] if isinstance(error, Unsupported) else ""
+            self._post_end(work, Outcome.UNSUPPORTED, need[:200])
             return
         except Exception as error:
             # The engine could not even take it: this request fails, and the engine may be in any state.
             logging.getLogger("millpond").exception("the engine failed to start a request")
-            self._post(
-                work.session,
-                Done(work.request, work.attempt, Outcome.ENGINE_FAILED),
-                pack_summary(Summary(error=type(error).__name__)),
-            )
+            self._post_end(work, Outcome.ENGINE_FAILED, type(error).__name__)
             self._fail_all(error)
             return
-        running = Running(work.request, work.attempt, work.label, request, lane, self._clock())
-        self._running[work.request] = work.session, running
+        logs.event("started", logging.DEBUG, label=work.label, lane=lane, reasons="; ".join(plan.reasons))
+        self._running[work.request] = _Seat(work.session, running, plan)
         self._post(work.session, Started(work.request, work.attempt, lane, self._name))
+        # Its prompt may take long to read.
+        self._send_waiting()
+
+    def _post_end(self, work: Work, outcome: Outcome, error: str) -> None:
+        """The end of a request that never ran."""
+        self._post(work.session, Done(work.request, work.attempt, outcome), pack_summary(Summary(error=error)))
 
     # -- what goes out
 
     def _step(self) -> None:
         if self._vitals.busy_since is None:
             self._vitals.busy_since = self._clock()
+        began = self._clock()
         try:
             steps = self._engine.step()
         except Exception as error:
@@ -147,49 +172,92 @@ class WorkerLoop:
             self._fail_all(error)
             return
         now = self._clock()
+        self._step_s = now - began
         self._vitals.busy_since = now if self._engine.busy else None
-        # A whole step's pieces for one request travel in one frame.
-        pieces: dict[RequestId, list[Piece]] = {}
-        finished: dict[RequestId, Finish] = {}
         committed: dict[RequestId, int] = {}
         for step in steps:
-            held = self._running.get(step.request)
-            if held is None or step.request in finished:
+            seat = self._running.get(step.request)
+            if seat is None:
                 continue
-            running = held[1]
             match step:
                 case Committed():
                     committed[step.request] = committed.get(step.request, 0) + 1
-                    pieces.setdefault(step.request, []).extend(running.committed(step, now))
-                    if running.halted:
-                        self._engine.cancel(step.request)
-                        finished[step.request] = running.finish(Outcome.STOP, now)
+                    self._keep(seat, seat.running.committed(step, now), now)
+                    if seat.running.halted:
+                        self._note_tokens(seat, committed.pop(step.request), now)
+                        self._end(seat, Outcome.STOP)
                 case Ended():
-                    last, finish = running.ended(step, now)
-                    pieces.setdefault(step.request, []).extend(last)
-                    finished[step.request] = finish
+                    self._note_tokens(seat, committed.pop(step.request, 0), now)
+                    # The engine let go of it by itself.
+                    seat.plan.release()
+                    self._finish(seat, *seat.running.ended(step, now))
                 case Prefilled():
-                    running.prefilled(step, now)
-        self._vitals.counters["completion_tokens"] += sum(committed.values())
+                    seat.running.prefilled(step, now)
         for id, count in committed.items():
-            interval_s, times = self._running[id][1].stepped(count, now)
-            if times:
-                self._inter_token.observe(interval_s, times)
-        for id, ready in pieces.items():
-            if id not in finished:
-                self._send_pieces(*self._running[id], ready)
-        for id, finish in finished.items():
-            self._finish(*self._running[id], pieces.get(id, []), finish)
+            self._note_tokens(self._running[id], count, now)
+        self._send_due(now)
 
-    def _send_pieces(self, session: int, running: Running, pieces: list[Piece]) -> None:
-        if pieces:
-            self._post(session, Tokens(running.id, running.attempt, running.sequence), pack_pieces(pieces))
-            running.sequence += 1
+    def _note_tokens(self, seat: _Seat, count: int, now: float) -> None:
+        if not count:
+            return
+        self._vitals.counters["completion_tokens"] += count
+        interval_s, times = seat.running.stepped(count, now)
+        if times:
+            self._inter_token.observe(interval_s, times)
 
-    def _finish(self, session: int, running: Running, pieces: list[Piece], finish: Finish) -> None:
+    def _keep(self, seat: _Seat, pieces: list[Piece], now: float) -> None:
+        # A whole step's pieces for one request travel in one frame.
+        if pieces and not seat.pieces:
+            seat.waiting_since = now
+        seat.pieces += pieces
+
+    def _send_due(self, now: float) -> None:
+        """Send what may not wait for the next step: its first piece, and what would then have waited too long."""
+        if not self._engine.busy or not all(seat.running.decoding for seat in self._running.values()):
+            # A prompt that is being read makes the next step as long as it likes.
+            self._send_waiting()
+            return
+        next_at = now + max(self._engine.due_in(), self._step_s)
+        for seat in self._running.values():
+            if seat.pieces and (not seat.running.sequence or next_at >= seat.waiting_since + COALESCE_S):
+                self._send(seat)
+
+    def _send_waiting(self) -> None:
+        for seat in self._running.values():
+            if seat.pieces:
+                self._send(seat)
+
+    def _send(self, seat: _Seat) -> None:
+        running = seat.running
+        pieces, seat.pieces = seat.pieces, []
+        self._post(seat.session, Tokens(running.id, running.attempt, running.sequence), pack_pieces(pieces))
+        running.sequence += 1
+
+    # -- how it ends
+
+    def _end(self, seat: _Seat, outcome: Outcome) -> None:
+        """End a request that the engine still has."""
+        trouble = self._release(seat)
+        self._finish(seat, *seat.running.finish(outcome, self._clock(), f"{trouble} while releasing" if trouble else ""))
+
+    def _release(self, seat: _Seat) -> str:
+        """Give back what the request holds of the engine, once; the type name of what went wrong."""
+        if not seat.plan.release():
+            return ""
+        try:
+            self._engine.cancel(seat.running.id)
+        except Exception as error:
+            logging.getLogger("millpond").exception("the engine failed to release a request")
+            self._broken = self._broken or error
+            return type(error).__name__
+        return ""
+
+    def _finish(self, seat: _Seat, pieces: list[Piece], finish: Finish) -> None:
+        running, summary = seat.running, finish.summary
         del self._running[running.id]
-        self._send_pieces(session, running, pieces)
-        summary = finish.summary
+        seat.pieces += pieces
+        if seat.pieces:
+            self._send(seat)
         done = Done(
             running.id,
             running.attempt,
@@ -198,15 +266,29 @@ class WorkerLoop:
             summary.cached_tokens,
             summary.completion_tokens,
         )
-        self._post(session, done, pack_summary(summary))
+        self._post(seat.session, done, pack_summary(summary))
+
+    def _mend(self) -> None:
+        if self._broken is not None:
+            self._fail_all(self._broken)
 
     def _fail_all(self, error: Exception) -> None:
-        for session, running in list(self._running.values()):
-            self._finish(
-                session, running, [], running.finish(Outcome.ENGINE_FAILED, self._clock(), type(error).__name__)
-            )
-        self._engine.rebuild()
+        """End all requests with this error and rebuild the engine; what goes wrong then is told beside it."""
+        self._broken = None
+        name, second = type(error).__name__, None
+        try:
+            self._engine.rebuild()
+        except Exception as another:
+            logging.getLogger("millpond").exception("the engine cannot be rebuilt; this process ends")
+            name, second = f"{name}, then {type(another).__name__} while rebuilding", another
+        for seat in list(self._running.values()):
+            seat.plan.release()
+            self._finish(seat, *seat.running.finish(Outcome.ENGINE_FAILED, self._clock(), name))
         self._vitals.busy_since = None
+        if second is not None:
+            self._flush()
+            self._link.close()
+            raise second from error
 
     def _post(self, session: int, message: Message, payload: bytes = b"") -> None:
         self._posted.append((session, encode(message), payload))

@@ -1,17 +1,17 @@
 """One request inside a worker, from what the engine commits to what the client gets (pure).
 
-Owns the text machines, the usage and the clockwork of one attempt; knows no engine and no socket. The concatenated pieces
-are the reply; exactly one Finish ends it.
+Owns the sink, the usage and the clockwork of one attempt; knows no engine and no socket. The concatenated pieces are the
+reply; exactly one Finish ends it, and its usage is what was counted while the pieces were made, however the reply ends.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
-from common.generation import CONTENT, GenerationRequest, Piece, Summary, TokenLogprob
+from common.generation import GenerationRequest, Piece, Summary
 from common.ids import RequestId
 from common.outcomes import Outcome
-from worker.engine import Committed, Ended, Prefilled
-from worker.stop_matcher import StopMatcher
+from worker.engine import Committed, Ended, Markup, Prefilled
+from worker.placement import lane_that_ran
+from worker.sink import Sink
 
 # Chunks of a prompt that a trace shows one by one: a 16,000-token prompt in steps of 256.
 MOST_MARKS = 64
@@ -25,37 +25,57 @@ class Finish:
     summary: Summary
 
 
+@dataclass
+class Usage:
+    """Tokens of a request up to now. completion: every one that the model committed, shown or not."""
+
+    prompt: int
+    cached: int = 0
+    completion: int = 0
+    accepted_draft: int = 0
+    rejected_draft: int = 0
+
+
 class Running:
     """The state of one dispatched request. Instants are seconds of the caller's monotonic clock."""
 
     def __init__(
-        self, id: RequestId, attempt: int, label: str, request: GenerationRequest, lane: str, now: float
+        self,
+        id: RequestId,
+        attempt: int,
+        label: str,
+        request: GenerationRequest,
+        lane: str,
+        now: float,
+        markup: Markup | None = None,
     ) -> None:
+        """markup: the model's. Raises ProtocolError for a request that contradicts itself."""
         self.id = id
         self.attempt = attempt
         self.label = label
         self.lane = lane
         self.sequence = 0
-        self._request = request
-        self._stop = StopMatcher(request.stop)
+        self.usage = Usage(len(request.prompt))
+        self._sink = Sink(request, markup)
         self._started_at = now
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._marks: list[tuple[str, float]] = [("taken", now)]
-        self._completion = 0
-        self._cached = 0
-        self._seen = 0
-        self._given = 0
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
 
     @property
     def halted(self) -> bool:
-        """A stop string is complete: the engine must stop, and finish() is due."""
-        return self._stop.matched is not None
+        """Nothing more can come of it: the engine must stop, and finish() is due."""
+        return self._sink.halted
+
+    @property
+    def decoding(self) -> bool:
+        """Its prompt is read: from now on each step is a token."""
+        return self._first_token_at is not None
 
     def prefilled(self, step: Prefilled, now: float) -> None:
         """A stretch of the prompt was read."""
-        self._cached = step.cached
+        # The last prompt token is always computed: the first new one comes from it.
+        self.usage.cached = min(step.cached, self.usage.prompt - 1)
         if len(self._marks) < MOST_MARKS:
             self._marks.append((f"read {step.done} of {step.total}", now))
 
@@ -70,55 +90,50 @@ class Running:
         """A token; the pieces that are certain with it."""
         if self._first_token_at is None:
             self._first_token_at = now
-        self._completion += 1
-        self._seen += len(step.text)
-        if step.logprob is not None:
-            self._logprobs.append((self._seen, step.logprob))
-        return self._pieces(self._stop.feed(step.text))
+        self.usage.completion += 1
+        self.usage.accepted_draft += step.from_draft
+        return self._sink.feed(step.token, step.text, step.logprob)
 
     def ended(self, step: Ended, now: float) -> tuple[list[Piece], Finish]:
         """The engine's own end: the last text, through the same machines, and the finish."""
-        text = self._stop.feed(step.text)
-        self._seen += len(step.text)
-        if not self.halted:
-            text += self._stop.flush()
-        pieces = self._pieces(text, last=not self.halted)
-        if step.reason == "failed":
-            return pieces, self._finish(Outcome.ENGINE_FAILED, now, step.error, step)
-        stopped = self.halted or step.reason == "stop"
-        return pieces, self._finish(Outcome.STOP if stopped else Outcome.LENGTH, now, "", step)
+        # The engine's statistics are the better count: they also know what it drafted in vain.
+        self.usage.accepted_draft = max(self.usage.accepted_draft, step.accepted_draft_tokens)
+        self.usage.rejected_draft = step.rejected_draft_tokens
+        self.lane = lane_that_ran(self.lane, self.usage.accepted_draft, self.usage.rejected_draft)
+        outcomes = {"failed": Outcome.ENGINE_FAILED, "stop": Outcome.STOP}
+        return self.finish(outcomes.get(step.reason, Outcome.LENGTH), now, step.error, step.text)
 
-    def finish(self, outcome: Outcome, now: float, error: str = "") -> Finish:
-        """An end that is not the engine's: a stop string, a cancel, an engine that broke."""
-        return self._finish(outcome, now, error, None)
+    def finish(self, outcome: Outcome, now: float, error: str = "", text: str = "") -> tuple[list[Piece], Finish]:
+        """The end, with the last pieces. outcome: the engine's own, or why there is none of it."""
+        pieces = self._sink.finish(text)
+        if outcome.kind == "finished":
+            outcome = self._reason(outcome)
+        return pieces, Finish(outcome, self._summary(now, error))
 
-    def _finish(self, outcome: Outcome, now: float, error: str, step: Ended | None) -> Finish:
+    def _reason(self, own: Outcome) -> Outcome:
+        """Calls come before a stop string, that before the engine's own reason."""
+        if self._sink.called:
+            return Outcome.TOOL_CALLS
+        return Outcome.STOP if self._sink.stopped else own
+
+    def _summary(self, now: float, error: str) -> Summary:
         first = self._first_token_at if self._first_token_at is not None else now
-        return Finish(
-            outcome,
-            Summary(
-                prompt_tokens=len(self._request.prompt),
-                completion_tokens=self._completion,
-                cached_tokens=self._cached,
-                accepted_draft_tokens=step.accepted_draft_tokens if step else 0,
-                rejected_draft_tokens=step.rejected_draft_tokens if step else 0,
-                lane=self.lane,
-                prefill_ms=(first - self._started_at) * 1000,
-                decode_ms=(now - first) * 1000,
-                first_token_ms=(first - self._started_at) * 1000,
-                error=error,
-                marks=self._all_marks(now),
-            ),
+        usage = self.usage
+        return Summary(
+            prompt_tokens=usage.prompt,
+            completion_tokens=usage.completion,
+            cached_tokens=usage.cached,
+            reasoning_tokens=self._sink.reasoning_tokens,
+            accepted_draft_tokens=usage.accepted_draft,
+            rejected_draft_tokens=usage.rejected_draft,
+            lane=self.lane,
+            prefill_ms=(first - self._started_at) * 1000,
+            decode_ms=(now - first) * 1000,
+            first_token_ms=(first - self._started_at) * 1000,
+            error=error,
+            marks=self._all_marks(now),
         )
 
     def _all_marks(self, now: float) -> list[tuple[str, float]]:
         first = [("first token", self._first_token_at)] if self._first_token_at is not None else []
         return [*self._marks, *first, ("done", now)]
-
-    def _pieces(self, text: str, *, last: bool = False) -> list[Piece]:
-        self._given += len(text)
-        logprobs = []
-        # A token's logprobs leave with the last of its text; at the end also those of tokens without any.
-        while self._logprobs and (self._logprobs[0][0] <= self._given or last) and (text or last):
-            logprobs.append(self._logprobs.popleft()[1])
-        return [Piece(CONTENT, text, logprobs)] if text or logprobs else []

@@ -34,8 +34,13 @@ class WorkerSettings:
     threads: int = setting(integer(0, 1024), 0, "CPU threads per worker (0: cores divided by workers)")
     memory_budget: float | int = setting(share_or_size(), 0.8, "memory for all workers: a share of the device, or a size")
     context: int = setting(integer(0, 2**31), 0, "longest prompt and reply together (0: what the model allows)")
-    # FACTS, "A join costs": at 128 to 256 tokens a chunk a long prompt delays the running rows least per token read.
-    prefill_step: int = setting(integer(1, 65536), 256, "prompt tokens read between two decode steps")
+    # The stall target decides how much is read at a time; this bounds the memory that one stretch needs.
+    prefill_step: int = setting(integer(1, 65536), 2048, "most prompt tokens read between two decode steps")
+    # A pause of half a second is seen but not taken for a hang. On the reference machine, where a step of 16 rows takes
+    # 0.13 s and any chunk 0.08 s more, prompts still get most of the time.
+    decode_stall_ms: int = setting(
+        integer(1, 60_000), 500, "how long reading a prompt may hold up running replies, in milliseconds"
+    )
     # An eighth holds some dozen conversations beside the rows that run; more is better spent on more of these.
     prompt_cache_bytes: int = setting(
         byte_size(), 0, "bytes of prompts already read that a worker keeps (0: an eighth of its memory)"

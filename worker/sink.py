@@ -148,6 +148,8 @@ class _Tokens:
     def settle(self, length: int, channel: int) -> list[TokenLogprob]:
         """The next so many characters went to this channel. The logprobs of content tokens that are complete with it."""
         shown: list[TokenLogprob] = []
+        if not length:
+            return shown
         self._settled += length
         while self._waiting and self._waiting[0][0] < self._settled:
             self._touched.add(channel)

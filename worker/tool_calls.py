@@ -17,10 +17,10 @@ from worker.engine import CallForm, Markup
 from worker.reasoning import HIDDEN
 
 # The { of arguments with something after it that JSON allows there: most of what is no JSON is refused right here.
-_ARGUMENTS = r'(?=\{\s*["}])'
+ARGUMENTS = r'(?=\{\s*["}])'
 TAGGED_JSON = CallForm(
     opens="{[",
-    head=re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*' + _ARGUMENTS),
+    head=re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*' + ARGUMENTS),
     # A brace too many is the most common slip of small models, and harms nothing.
     tail=re.compile(r"[\s}]*"),
 )

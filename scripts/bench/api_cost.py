@@ -1,14 +1,16 @@
 """api: what the API process pays for one streamed chunk, for one refusal and for one short reply, in its own CPU time.
 
-A scripted worker generates without computing, through the real broker. Chunks are counted while all streams flow, so that no
-request begins or ends meanwhile; refusals come from a full server over kept connections, one client after the other.
+A scripted worker generates without computing, through the real broker. Chunks are counted while all streams flow, so
+that no request begins or ends meanwhile; refusals come from a full server over kept connections, one client after the
+other.
 """
 
 import asyncio
 
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.instances import scripted
-from scripts.bench.load import MODEL, run as run_loop, scripts
+from scripts.bench.load import MODEL, scripts
+from scripts.bench.load import run as run_loop
 from scripts.bench.meter import CpuMeter, rss_mb
 from scripts.harness import Harness, script
 from scripts.loadtest import runner
@@ -120,5 +122,7 @@ class Api:
         span = meter.read()
         others = [reply for reply in stage.replies if reply.outcome != outcome]
         if others:
-            raise RuntimeError(f"{len(others)} of {len(asks)} were not {outcome}: {others[0].problem or others[0].outcome}")
+            raise RuntimeError(
+                f"{len(others)} of {len(asks)} were not {outcome}: {others[0].problem or others[0].outcome}"
+            )
         return span.cpu_s / len(asks) * 1e6

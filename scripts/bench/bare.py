@@ -1,7 +1,8 @@
 """The engine without Millpond round it, in a process of its own: `python -m scripts.bench.bare FOLDER SLOTS`.
 
-Generates the same prompts two ways over the same float32 weights: mlx-lm's BatchGenerator driven by nothing but a loop, and
-our engine driven by a loop. Everything that HTTP, broker and worker add is absent. Commands come line by line on stdin.
+Generates the same prompts two ways over the same float32 weights: mlx-lm's BatchGenerator driven by nothing but a loop,
+and our engine driven by a loop. Everything that HTTP, broker and worker add is absent. Commands come line by line on
+stdin.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Processes that a benchmark starts: a real broker, and peers that are told what to do line by line.
 
-Owns their starting and ending; must never know what is measured. Invariant: everything started here ends with its context
-manager, and a child whose benchmark was killed ends by itself (end of file on its stdin or its death pipe).
+Owns their starting and ending; must never know what is measured. Invariant: everything started here ends with its
+context manager, and a child whose benchmark was killed ends by itself (end of file on its stdin or its death pipe).
 """
 
 import json

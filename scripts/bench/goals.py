@@ -1,13 +1,14 @@
 """Figures with their goals, as rows of a table (pure).
 
-A figure is the median of its repetitions and is shown with their range. Invariant: whether a goal is met is judged by the
-median alone and is always shown beside it, so that a missed goal cannot hide.
+A figure is the median of its repetitions and is shown with their range. Invariant: whether a goal is met is judged by
+the median alone and is always shown beside it, so that a missed goal cannot hide.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scripts.loadtest.plots import Plot
 from scripts.loadtest.table import Table
 
 HEADER = ("figure", "median", "range", "goal", "")
@@ -53,7 +54,8 @@ class Report:
 
     name: str
     tables: Sequence[Table]
-    figures: Sequence[Figure] = field(default_factory=tuple)
+    figures: Sequence[Figure]
+    plots: Sequence[Plot] = field(default_factory=tuple)
 
 
 def table(title: str, figures: Sequence[Figure], notes: Sequence[str] = ()) -> Table:

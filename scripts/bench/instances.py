@@ -1,7 +1,7 @@
 """The instances that benchmarks measure: real ones, started as a user starts them.
 
-The scripted one generates without computing, so that what is measured is the rest; the demo one is what a user gets. Both
-serve their model under the name m.
+The scripted one generates without computing, so that what is measured is the rest; the demo one is what a user gets.
+Both serve their model under the name m.
 """
 
 import os
@@ -20,7 +20,9 @@ def scripted(*flags: str) -> Iterator[Harness]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = build(Path(folder) / "tiny")
-        with Harness("--engine", "scripted", "--api-processes", "1", "--log-level", "error", *flags, model=model) as harness:
+        with Harness(
+            "--engine", "scripted", "--api-processes", "1", "--log-level", "error", *flags, model=model
+        ) as harness:
             yield harness
 
 

@@ -52,7 +52,11 @@ def tokens_per_s(stage: Stage) -> float:
 def stories(first: int, count: int, tokens: int) -> list[Ask]:
     """Requests whose replies of a small model run to their limit; no two alike, so that no cache of prompts helps."""
     return [
-        Ask(number, f"Story {number}. Write a very long story about a {WORDS[number % len(WORDS)]} that never ends.", tokens)
+        Ask(
+            number,
+            f"Story {number}. Write a very long story about a {WORDS[number % len(WORDS)]} that never ends.",
+            tokens,
+        )
         for number in range(first, first + count)
     ]
 

@@ -1,7 +1,7 @@
 """memory: what one waiting request and one open stream hold in the API process and in the broker.
 
-A fresh instance for each figure, since memory that was freed once hides what is taken next: resident memory after the first
-few hundred, then after a thousand more; the difference over a thousand is the price of one.
+A fresh instance for each figure, since memory that was freed once hides what is taken next: resident memory after the
+first few hundred, then after a thousand more; the difference over a thousand is the price of one.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import psutil
 
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.instances import scripted
-from scripts.bench.load import MODEL, run as run_loop
+from scripts.bench.load import MODEL
+from scripts.bench.load import run as run_loop
 from scripts.harness import Harness, script
 from scripts.loadtest.client import Client, Target
 from scripts.loadtest.plan import Ask, Shape, asks, parse_mix
@@ -38,7 +39,9 @@ def run(quick: bool) -> Report:
         Figure("broker, one running request, kB", [broker for _, broker in streams], "{:.1f}"),
     ]
     notes = ("Prompts of 64 words, which are part of it; every request has a connection of its own.",)
-    return Report("memory", [table(f"Resident memory, from {first} to {first + more} at once", figures, notes)], figures)
+    return Report(
+        "memory", [table(f"Resident memory, from {first} to {first + more} at once", figures, notes)], figures
+    )
 
 
 def _held(harness: Harness, first: int, more: int, *, waiting: bool) -> tuple[float, float]:

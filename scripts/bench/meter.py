@@ -1,7 +1,7 @@
 """CPU time, memory and medians.
 
-Owns how a process is measured; must never know what it does. Invariant: a Span's CPU time is what the kernel charged to the
-whole process, its I/O threads included, between two readings of the same process.
+Owns how a process is measured; must never know what it does. Invariant: a Span's CPU time is what the kernel charged to
+the whole process, its I/O threads included, between two readings of the same process.
 """
 
 import statistics

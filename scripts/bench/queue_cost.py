@@ -1,7 +1,7 @@
 """queue: what an event costs the broker while ten, and while ten thousand, requests wait.
 
-Twice: the ledger alone, called as the switchboard calls it, and a real broker process with real peers. A cycle is a place,
-a prompt and a hang-up of one request at the end of the line; a turn is a DONE and the next in line dispatched.
+Twice: the ledger alone, called as the switchboard calls it, and a real broker process with real peers. A cycle is a
+place, a prompt and a hang-up of one request at the end of the line; a turn is a DONE and the next in line dispatched.
 """
 
 import itertools
@@ -15,6 +15,7 @@ from common.outcomes import Outcome
 from scripts.bench.children import Broker, Child
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.meter import CpuMeter
+from scripts.loadtest.plots import Line, Plot
 from scripts.loadtest.table import Table
 
 LENGTHS = (10, 100, 1_000, 10_000)
@@ -34,7 +35,13 @@ def run(quick: bool) -> Report:
     for length in LENGTHS:
         cells = [_middle([one[which] for one in found[length]]) for found in (pure, real) for which in (0, 1)]
         rows.append((str(length), *(f"{cell:.1f}" for cell in cells)))
-    header = ("waiting", "ledger: event of a cycle, µs", "ledger: turn, µs", "broker: event of a cycle, µs", "broker: turn, µs")
+    header = (
+        "waiting",
+        "ledger: event of a cycle, µs",
+        "ledger: turn, µs",
+        "broker: event of a cycle, µs",
+        "broker: turn, µs",
+    )
     figures = [
         Figure(f"{name}, {LENGTHS[-1]} waiting / {LENGTHS[0]}", _ratios(found, which), "{:.2f}", most=FLAT)
         for name, found, which in (
@@ -44,7 +51,13 @@ def run(quick: bool) -> Report:
             ("broker: turn", real, 1),
         )
     ]
-    return Report("queue", [Table("CPU time by queue length", header, rows), table("Growth", figures)], figures)
+    lines = [
+        Line(name, [(length, _middle([one[which] for one in found[length]])) for length in LENGTHS])
+        for name, found, which in (("ledger, cycle", pure, 0), ("ledger, turn", pure, 1), ("broker, cycle", real, 0))
+    ]
+    plot = Plot("CPU time by queue length", "requests waiting", "µs per event", lines, log_x=True)
+    tables = [Table("CPU time by queue length", header, rows), table("Growth", figures)]
+    return Report("queue", tables, figures, [plot])
 
 
 def _middle(values: list[float]) -> float:
@@ -119,9 +132,8 @@ def _real(lengths: tuple[int, ...], rounds: int, events: int) -> dict[int, list[
                     meter = CpuMeter(broker.process)
                     api.ask(do="cycle", count=events)
                     cycles = meter.read().cpu_s
-                    turned = min(events, length) // 2
-                    turned = max(turned, 1)
-                    found[length].append((cycles / events / CYCLE_EVENTS * 1e6, _turns(broker, worker, api, length, events)))
+                    turns_us = _turns(broker, worker, api, length, events)
+                    found[length].append((cycles / events / CYCLE_EVENTS * 1e6, turns_us))
                     waiting = length
     return found
 

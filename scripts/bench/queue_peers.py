@@ -1,7 +1,7 @@
 """The two ends of the queue benchmark: `python -m scripts.bench.queue_peers worker|api FOLDER 1`.
 
-As in the relay benchmark, but the worker has one slot, thousands wait for it, and what happens is requests coming, going and
-taking turns. One event at a time is in flight in turns, several in cycles, always few.
+As in the relay benchmark, but the worker has one slot, thousands wait for it, and what happens is requests coming,
+going and taking turns. One event at a time is in flight in turns, several in cycles, always few.
 """
 
 import secrets

@@ -1,8 +1,8 @@
 """relay: what one token frame costs the broker between real processes, and how much it delays it.
 
-A real broker, a peer that feeds as a worker does and one that receives as an API process does, real envelopes and payloads.
-Three loads alternate: as fast as it goes, half of that, and a thousand frames a second (about six busy demo workers), where
-every step of sixteen frames wakes the broker anew. The receiver fails the run at any gap in a seq.
+A real broker, a peer that feeds as a worker does and one that receives as an API process does, real envelopes and
+payloads. Three loads alternate: as fast as it goes, half of that, and a thousand frames a second (about six busy demo
+workers), where every step of sixteen frames wakes the broker anew. The receiver fails the run at any gap in a seq.
 """
 
 from dataclasses import dataclass

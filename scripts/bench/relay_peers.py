@@ -1,8 +1,8 @@
 """The two ends of the relay benchmark, each a process: `python -m scripts.bench.relay_peers worker|api FOLDER ROWS`.
 
-The worker end feeds token frames as a worker's link does; the api end receives them as an API's link does and checks every
-seq. Frames in flight are bounded through a counter in shared memory, because no real worker runs ahead of its clients by
-more than a step. Neither end measures CPU: the benchmark asks the kernel for the broker's.
+The worker end feeds token frames as a worker's link does; the api end receives them as an API's link does and checks
+every seq. Frames in flight are bounded through a counter in shared memory, because no real worker runs ahead of its
+clients by more than a step. Neither end measures CPU: the benchmark asks the kernel for the broker's.
 """
 
 import json

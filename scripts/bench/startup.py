@@ -1,7 +1,7 @@
 """startup: from ./scripts/serve to the first moment at which a chat can be answered, and what the processes then hold.
 
-Everything is installed, the demo model is there, kernels are compiled: what a user waits for every time. The API's own start
-is counted from the birth of gunicorn's master to its first answer of any kind.
+Everything is installed, the demo model is there, kernels are compiled: what a user waits for every time. The API's own
+start is counted from the birth of gunicorn's master to its first answer of any kind.
 """
 
 import http.client
@@ -30,7 +30,12 @@ def run(quick: bool) -> Report:
         Figure("./scripts/serve to /health/ready, s", [start.ready_s for start in starts], "{:.2f}", most=12.0),
         Figure("API: its start to its first answer, s", [start.api_s for start in starts], "{:.2f}", most=2.0),
         *(
-            Figure(f"memory of {WORDS.get(part, part)}, MB", [start.rss[part] for start in starts], "{:.0f}", most=MOST_MB.get(part))
+            Figure(
+                f"memory of {WORDS.get(part, part)}, MB",
+                [start.rss[part] for start in starts],
+                "{:.0f}",
+                most=MOST_MB.get(part),
+            )
             for part in ("serve", *PARTS)
         ),
     ]
@@ -48,7 +53,9 @@ class Start:
         try:
             harness.start()
             while not self._ready(harness):
-                if time.monotonic() - began > 120 or (harness.process is not None and harness.process.poll() is not None):
+                if time.monotonic() - began > 120 or (
+                    harness.process is not None and harness.process.poll() is not None
+                ):
                     raise RuntimeError(f"it did not become ready:\n{harness.output}")
                 time.sleep(0.01)
             self.ready_s = time.monotonic() - began

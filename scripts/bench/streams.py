@@ -1,41 +1,52 @@
 """streams: what batching and a second worker are worth, in tokens per second through HTTP, with the demo model.
 
-Sixteen streams at once against one alone on one worker; two one-thread workers against one, both given the same thirty-two
-requests at once. Prompts are read within the measured time. A and B alternate in one run, since only their ratio counts.
+Sixteen streams at once against one alone on one worker; two one-thread workers against one, both given the same
+thirty-two requests at once. Prompts are read within the measured time. A and B alternate in one run, since only their
+ratio counts.
 """
+
+from functools import partial
 
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.instances import demo
 from scripts.bench.load import drive, stories, tokens_per_s
-from scripts.bench.meter import alternating
+from scripts.bench.meter import alternating, median
 from scripts.harness import Harness
+from scripts.loadtest.plots import Line, Plot
 
-MANY, BOTH = 16, 32
+COUNTS = (1, 2, 4, 8, 16)
+BOTH = 32
 
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    rounds, tokens = (1, 8) if quick else (5, 64)
+    rounds, tokens = (1, 8) if quick else (3, 64)
     with demo() as one:
         load = Load(one, tokens)
-        load(MANY)
-        alone, many = alternating(rounds, lambda: load(1), lambda: load(MANY))
+        load(COUNTS[-1])
+        found = alternating(rounds, *(partial(load, count) for count in COUNTS))
     with demo("--threads", "1") as one, demo("--threads", "1", "--workers", "2") as two:
         loads = Load(one, tokens // 2), Load(two, tokens // 2)
         for warming in loads:
             warming(2)
-        single, double = alternating(min(rounds, 3), lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+        single, double = alternating(rounds, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+    rates = dict(zip(COUNTS, found, strict=True))
+    alone, many = rates[COUNTS[0]], rates[COUNTS[-1]]
     batching = [b / a for a, b in zip(alone, many, strict=True)]
     workers = [b / a for a, b in zip(single, double, strict=True)]
     figures = [
-        Figure("one stream, tokens/s", alone, "{:.1f}"),
-        Figure(f"{MANY} streams, tokens/s", many, "{:.1f}"),
-        Figure(f"{MANY} streams / one stream", batching, "{:.2f}", least=6.0),
+        *(
+            Figure(f"{count} streams, tokens/s" if count > 1 else "one stream, tokens/s", rates[count], "{:.1f}")
+            for count in COUNTS
+        ),
+        Figure(f"{COUNTS[-1]} streams / one stream", batching, "{:.2f}", least=6.0),
         Figure(f"one one-thread worker, {BOTH} requests at once, tokens/s", single, "{:.1f}"),
         Figure("two one-thread workers, the same, tokens/s", double, "{:.1f}"),
         Figure("two workers / one", workers, "{:.2f}", least=1.7),
     ]
-    return Report("streams", [table(f"Tokens per second, greedy, {tokens} tokens a reply", figures)], figures)
+    line = Line("one worker, all cores", [(count, median(rates[count])) for count in COUNTS])
+    plot = Plot("Throughput of one worker", "streams at once", "tokens per second", [line], log_x=True)
+    return Report("streams", [table(f"Tokens per second, greedy, {tokens} tokens a reply", figures)], figures, [plot])
 
 
 class Load:

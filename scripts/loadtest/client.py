@@ -1,8 +1,8 @@
 """The HTTP client of the load: many requests at once over bare asyncio protocols.
 
-Owns connections and their reuse, hanging up, and slow reading; what the bytes mean is reply's. It does as little per byte
-as it can, because a client that is the bottleneck measures itself. Invariant: send() always returns a Reply that has ended,
-whatever the server or the network did.
+Owns connections and their reuse, hanging up, and slow reading; what the bytes mean is reply's. It does as little per
+byte as it can, because a client that is the bottleneck measures itself. Invariant: send() always returns a Reply that
+has ended, whatever the server or the network did.
 """
 
 import asyncio
@@ -24,7 +24,9 @@ SLOW_BUFFER = 4096
 class Target:
     """Where to send, and what every request has in common. Raises ConfigError for a URL that is none."""
 
-    def __init__(self, url: str, model: str, *, key: str = "", stream: bool = True, extra: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, model: str, *, key: str = "", stream: bool = True, extra: dict[str, Any] | None = None
+    ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r}: allowed is http://HOST:PORT or https://HOST:PORT")

@@ -1,7 +1,7 @@
 """`millpond loadtest URL`: puts load on an OpenAI-compatible server and says what came of it.
 
-Owns the flags and the order of stages. Exit status 0 when every accepted reply was whole, 1 when one was not: refusals are
-answers, not failures. Everything that is sent is bounded by --requests or by --seconds times --rate.
+Owns the flags and the order of stages. Exit status 0 when every accepted reply was whole, 1 when one was not: refusals
+are answers, not failures. Everything that is sent is bounded by --requests or by --seconds times --rate.
 """
 
 import argparse
@@ -181,4 +181,3 @@ def _first_model(url: str, key: str) -> str:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-

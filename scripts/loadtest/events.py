@@ -1,7 +1,7 @@
 """Server-sent events out of bytes, cut anywhere (pure).
 
-Only `data` matters to a chat; comments and other fields are dropped, as the standard says. Invariant: an event is given once,
-when its blank line has come, with the newlines between its data lines kept.
+Only `data` matters to a chat; comments and other fields are dropped, as the standard says. Invariant: an event is given
+once, when its blank line has come, with the newlines between its data lines kept.
 """
 
 

@@ -1,7 +1,7 @@
 """Percentiles and summaries of what a load did (pure).
 
-Latencies count complete replies of ordinary readers only: one who hangs up or reads slowly measures himself. Goodput counts
-complete replies within every limit that was given. Invariant: the outcomes of a summary add up to its requests.
+Latencies count complete replies of ordinary readers only: one who hangs up or reads slowly measures himself. Goodput
+counts complete replies within every limit that was given. Invariant: the outcomes of a summary add up to its requests.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The flags of `millpond loadtest`, each with what it allows.
 
-Owns names, defaults and their checks. Invariant: whatever these flags say, the number of requests that a run may send is
-bounded: by --requests, or by --seconds (times --rate).
+Owns names, defaults and their checks. Invariant: whatever these flags say, the number of requests that a run may send
+is bounded: by --requests, or by --seconds (times --rate).
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """One HTTP/1.1 response, read in whatever pieces the socket gives (pure).
 
 Owns framing: the head, a body by length, in chunks or until the connection's end. Must never know what the body means.
-Invariant: `whole` is true only if the response ended as its framing says, so a cut stream can never pass for a short one.
+Invariant: `whole` is true only if the response ended as its framing says, so a cut stream can never pass for a short
+one.
 """
 
 _MAX_HEAD = 65536

@@ -6,8 +6,8 @@ from typing import Any
 
 from scripts.loadtest.figures import Spread, Summary
 from scripts.loadtest.plots import Line, Plot, svg
-from scripts.loadtest.tables import tables
 from scripts.loadtest.table import Table
+from scripts.loadtest.tables import tables
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -31,7 +31,9 @@ def page(heading: str, told: dict[str, Any], summaries: Sequence[Summary], limit
         if problems
         else "<p>Every reply that was accepted was whole.</p>"
     )
-    facts = "".join(f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in told.items())
+    facts = "".join(
+        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in told.items()
+    )
     parts = [
         "<!doctype html>",
         f'<html lang="en"><meta charset="utf-8"><title>{escape(heading)}</title><style>{STYLE}</style>',
@@ -93,7 +95,9 @@ def _curves(
     # More curves than colours cannot be told apart: the first, the last and some between.
     for one in summaries[:: max(1, (len(summaries) + 5) // 6)]:
         found = which(one)
-        lines.append(Line(one.label, [(share, value * scale) for share, value in enumerate(found.curve)] if found else []))
+        lines.append(
+            Line(one.label, [(share, value * scale) for share, value in enumerate(found.curve)] if found else [])
+        )
     return Plot(title, "percentile", y_name, lines)
 
 

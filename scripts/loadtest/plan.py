@@ -1,7 +1,7 @@
 """What to send and when (pure: seeded randomness comes in from the caller).
 
-Owns the mixes of lengths, the texts of prompts and the arrival times. Must never know sockets or answers. Invariant: the
-same seed gives the same requests in the same order, whatever the server does, so that two runs can be compared.
+Owns the mixes of lengths, the texts of prompts and the arrival times. Must never know sockets or answers. Invariant:
+the same seed gives the same requests in the same order, whatever the server does, so that two runs can be compared.
 """
 
 import random
@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Words that nearly every tokenizer has as one token with their leading space, so that lengths in words are about lengths in
-# tokens; what the server counted is reported beside what was asked.
+# Words that nearly every tokenizer has as one token with their leading space, so that lengths in words are about
+# lengths in tokens; what the server counted is reported beside what was asked.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city community name president team minute idea body information "
-    "back parent face others level office door health person art war history party result change morning reason research"
+    "back parent face others level office door health person art war history party result change morning reason"
 ).split()
 
 
@@ -35,13 +35,17 @@ class Mix:
 
     def __str__(self) -> str:
         pairs = zip(self.spans, self.weights, strict=True)
-        return ",".join(f"{low}-{high}:{weight:g}" if high > low else f"{low}:{weight:g}" for (low, high), weight in pairs)
+        return ",".join(
+            f"{low}-{high}:{weight:g}" if high > low else f"{low}:{weight:g}" for (low, high), weight in pairs
+        )
 
     @property
     def mean(self) -> float:
         """The average length."""
         total = sum(self.weights)
-        return sum(weight * (low + high) / 2 for (low, high), weight in zip(self.spans, self.weights, strict=True)) / total
+        return (
+            sum(weight * (low + high) / 2 for (low, high), weight in zip(self.spans, self.weights, strict=True)) / total
+        )
 
 
 def parse_mix(text: str) -> Mix:
@@ -61,7 +65,7 @@ def parse_mix(text: str) -> Mix:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. leave_after: pieces after which the client hangs up; read_per_s: bytes a slow reader takes; None: never."""
+    """One request. leave_after: pieces after which the client hangs up; read_per_s: bytes that a slow reader takes."""
 
     number: int
     text: str

@@ -1,7 +1,7 @@
 """Line plots as SVG text (pure).
 
-Owns scales, ticks and drawing; must never know what the figures mean. Invariant: the text is complete in itself (no script,
-no style sheet, no address), so that it can stand in any page; every text in it is escaped.
+Owns scales, ticks and drawing; must never know what the figures mean. Invariant: the text is complete in itself (no
+script, no style sheet, no address), so that it can stand in any page; every text in it is escaped.
 """
 
 import math
@@ -59,11 +59,11 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def svg(plot: Plot) -> str:
-    """The picture."""
+def svg(plot: Plot, background: str = "") -> str:
+    """The picture. background: a colour for pictures that stand alone; in a page the page's own shows through."""
     points = [point for line in plot.lines for point in line.finite]
     if not points:
-        return _framed(plot, [_text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")])
+        return _framed(plot, [_text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")], background)
     xs = sorted({x for x, _ in points})
     x_ticks = xs if plot.log_x and len(xs) <= 10 else ticks(xs[0], xs[-1])
     y_ticks = ticks(0.0, max(y for _, y in points))
@@ -73,7 +73,7 @@ def svg(plot: Plot) -> str:
     parts += [_text(place_x(tick), HEIGHT - BOTTOM + 16, short(tick), "middle") for tick in x_ticks]
     for number, line in enumerate(plot.lines):
         parts.append(_drawn(line, COLOURS[number % len(COLOURS)], place_x, place_y))
-    return _framed(plot, parts)
+    return _framed(plot, parts, background)
 
 
 def _scale(low: float, high: float, start: float, end: float, log: bool):  # type: ignore[no-untyped-def]
@@ -90,7 +90,8 @@ def _scale(low: float, high: float, start: float, end: float, log: bool):  # typ
 
 
 def _grid(y: float, value: float) -> str:
-    line = f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity=".15"/>'
+    ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+    line = f'<line {ends} stroke="currentColor" stroke-opacity=".15"/>'
     return line + _text(LEFT - 6, y + 4, short(value), "end")
 
 
@@ -107,7 +108,8 @@ def _drawn(line: Line, colour: str, place_x, place_y) -> str:  # type: ignore[no
 
 
 def _text(x: float, y: float, words: str, anchor: str, size: int = 11) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="currentColor">{escape(words)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+    return f'<text {place} fill="currentColor">{escape(words)}</text>'
 
 
 def _legend(plot: Plot) -> list[str]:
@@ -120,8 +122,11 @@ def _legend(plot: Plot) -> list[str]:
     return parts
 
 
-def _framed(plot: Plot, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="sans-serif">'
+def _framed(plot: Plot, parts: Sequence[str], background: str) -> str:
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" font-family="sans-serif">'
+    if background:
+        head += f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{background}"/>'
     frame = [
         f"<title>{escape(plot.title)}</title>",
         _text(LEFT, 15, plot.title, "start", 13),

@@ -1,7 +1,7 @@
 """The line that shows a load test while it runs.
 
-On a terminal it is drawn over itself; elsewhere (a log, CI) a new line comes now and then. Goes to stderr, so that stdout
-holds the result alone.
+On a terminal it is drawn over itself; elsewhere (a log, CI) a new line comes now and then. Goes to stderr, so that
+stdout holds the result alone.
 """
 
 import sys
@@ -42,5 +42,5 @@ class Progress:
 def progress_line(stage: Stage, pieces_per_s: float, now: float) -> str:
     """One line about a stage."""
     outcomes = Counter(reply.outcome for reply in stage.replies)
-    ends = ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
-    return f"{stage.label}: {now - stage.began_at:.0f} s, {stage.open} open, {pieces_per_s:.0f} pieces/s; {ends or 'none ended'}"
+    ends = ", ".join(f"{count} {name}" for name, count in outcomes.most_common()) or "none ended"
+    return f"{stage.label}: {now - stage.began_at:.0f} s, {stage.open} open, {pieces_per_s:.0f} pieces/s; {ends}"

@@ -1,8 +1,8 @@
 """What came back for one request, and whether it was a whole reply (pure: times come in).
 
 Owns the judgement: complete, refused, left (by our own plan), slow (a slow reader whom the server cut off) or failed.
-Invariant: complete means status 200, one finish per choice, [DONE] where the stream has one, and a body that ended as its
-framing says; anything less carries a problem in words.
+Invariant: complete means status 200, one finish per choice, [DONE] where the stream has one, and a body that ended as
+its framing says; anything less carries a problem in words.
 """
 
 from array import array
@@ -122,8 +122,10 @@ class Reply:
         self.usage = event.usage or self.usage
         for choice in event.choices:
             delta = choice.delta
-            if choice.text or choice.message or (
-                delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+            if (
+                choice.text
+                or choice.message
+                or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
             ):
                 self.pieces.append(now)
             if choice.finish_reason:

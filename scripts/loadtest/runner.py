@@ -39,7 +39,14 @@ async def _one(stage: Stage, client: Client, ask: Ask, due_at: float | None = No
 
 
 async def closed(
-    stage: Stage, client: Client, asks: Iterator[Ask], clients: int, requests: int, seconds: float, *, patient: bool = True
+    stage: Stage,
+    client: Client,
+    asks: Iterator[Ask],
+    clients: int,
+    requests: int,
+    seconds: float,
+    *,
+    patient: bool = True,
 ) -> None:
     """`clients` at once until `requests` are sent or `seconds` are over (0: no limit). patient: heed retry-after."""
     left = requests or 2**62

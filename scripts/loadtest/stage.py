@@ -7,7 +7,8 @@ from scripts.loadtest.reply import Reply
 
 @dataclass
 class Stage:
-    """kind: closed or open loop. x: its clients, or its arrivals per second. skipped: arrivals beyond the client's own limit.
+    """kind: closed or open loop. x: its clients, or its arrivals per second. skipped: arrivals beyond the client's own
+    limit.
 
     Instants are seconds of the monotonic clock that the replies use too; client_cpu_s: what sending the load cost us.
     """

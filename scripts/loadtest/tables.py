@@ -96,7 +96,9 @@ def _refusals(summaries: Sequence[Summary]) -> Table:
     rows = []
     for one in summaries:
         advice = ", ".join(f"{value:g}" for value in one.retry_after_s.values()) or "-"
-        times = [f"{one.refusal.percentiles[name] * 1000:.1f}" for name in ("p50", "p99")] if one.refusal else ["-", "-"]
+        times = (
+            [f"{one.refusal.percentiles[name] * 1000:.1f}" for name in ("p50", "p99")] if one.refusal else ["-", "-"]
+        )
         rows.append((one.label, _counts(one.refusals), advice, *times))
     return Table("Refusals", header, rows)
 

@@ -80,7 +80,8 @@ def test_what_is_no_response_is_said_to_be_none(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_events_are_the_same_however_they_are_cut(seed: int) -> None:
-    body = 'data: {"a":1}\n\n: keep-alive\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\ndata: é\r\rid: 4\n\ndata: [DONE]\n\n'.encode()
+    first = 'data: {"a":1}\n\n: keep-alive\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\n'
+    body = (first + "data: é\r\rid: 4\n\ndata: [DONE]\n\n").encode()
     reader = EventReader()
     events = [event for piece in in_pieces(body, seed) for event in reader.feed(piece)]
     assert events == [b'{"a":1}', b"two\nlines", "é".encode(), b"[DONE]"]
@@ -101,13 +102,23 @@ def delta(finish: str | None = None, index: int = 0, **fields: object) -> bytes:
 
 USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13})
 DONE = b"data: [DONE]\n\n"
-GOOD = [delta(role="assistant", content=""), delta(content="a"), delta(reasoning_content="b"), delta("stop"), USAGE, DONE]
+GOOD = [
+    delta(role="assistant", content=""),
+    delta(content="a"),
+    delta(reasoning_content="b"),
+    delta("stop"),
+    USAGE,
+    DONE,
+]
 
 
 def streamed(parts: list[bytes], *, ended: bool = True, read_per_s: int | None = None) -> Reply:
     """A reply to a stream of these events, each at its own second."""
     reply = Reply(Ask(0, "", 8, read_per_s=read_per_s), due_at=100.0, sent_at=100.5)
-    reply.feed(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n", 101.0)
+    reply.feed(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n",
+        101.0,
+    )
     for number, part in enumerate(parts):
         reply.feed(b"%x\r\n%s\r\n" % (len(part), part), 102.0 + number)
     if ended:
@@ -131,7 +142,11 @@ def test_a_whole_stream_is_complete_and_timed_from_its_due_time() -> None:
         (GOOD[:-1], True, "the stream ended without [DONE]"),
         ([*GOOD[:3], USAGE, DONE], True, "no finish reason"),
         ([*GOOD[:4], delta("stop"), USAGE, DONE], True, "a second finish"),
-        ([*GOOD[:2], event(error={"message": "worker lost", "type": "api_error"})], False, "an error event: worker lost"),
+        (
+            [*GOOD[:2], event(error={"message": "worker lost", "type": "api_error"})],
+            False,
+            "an error event: worker lost",
+        ),
         ([*GOOD[:2], b"data: {nonsense\n\n", *GOOD[2:]], True, "an event is no chunk"),
         ([*GOOD, b"data: half"], True, "the stream ended inside an event"),
         ([], True, "the stream ended without [DONE]"),
@@ -145,7 +160,7 @@ def test_anything_less_has_failed_and_says_why(parts: list[bytes], ended: bool, 
 def test_a_slow_reader_may_be_cut_off_but_not_lied_to() -> None:
     assert streamed(GOOD, read_per_s=1).outcome == "complete"
     assert streamed(GOOD[:3], ended=False, read_per_s=1).outcome == "slow"
-    assert streamed(GOOD[:-2] + [DONE], ended=False, read_per_s=1).outcome == "failed"
+    assert streamed([*GOOD[:-2], DONE], ended=False, read_per_s=1).outcome == "failed"
 
 
 def test_one_who_hangs_up_has_left_whatever_came() -> None:
@@ -165,7 +180,9 @@ def whole(status: int, body: object, *headers: str) -> Reply:
 
 
 def test_refusals_carry_their_code_and_advice() -> None:
-    reply = whole(529, {"error": {"message": "full", "type": "overloaded_error", "code": "queue_full"}}, "retry-after: 3")
+    reply = whole(
+        529, {"error": {"message": "full", "type": "overloaded_error", "code": "queue_full"}}, "retry-after: 3"
+    )
     assert reply.outcome == "refused" and reply.code == "queue_full" and reply.retry_after_s == 3.0
     bare = whole(503, b"<html>busy</html>")
     assert bare.outcome == "refused" and bare.retry_after_s is None

@@ -73,7 +73,20 @@ def test_past_capacity_refusals_are_counted_with_their_advice(small: Harness, tm
 
 def test_an_open_loop_with_hang_ups_and_slow_readers_accounts_for_everybody(small: Harness, tmp_path: Path) -> None:
     ending = script(count=30, rate=200)
-    flags = ("--rate", "15", "--seconds", "3", "--cancel", "0.2", "--slow", "0.1", "--slow-bytes", "4000", "--ending", ending)
+    flags = (
+        "--rate",
+        "15",
+        "--seconds",
+        "3",
+        "--cancel",
+        "0.2",
+        "--slow",
+        "0.1",
+        "--slow-bytes",
+        "4000",
+        "--ending",
+        ending,
+    )
     status, (stage,), _ = load(small, tmp_path, *flags, "--limit-first-ms", "1")
     outcomes = stage["outcomes"]
     assert status == 0 and sum(outcomes.values()) == stage["requests"] > 20

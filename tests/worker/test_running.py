@@ -42,7 +42,8 @@ def test_a_stop_string_halts_on_the_token_that_completes_it() -> None:
     assert not one.halted
     assert one.committed(Committed(ID, 2, "ND b"), 0.2) == []
     assert one.halted
-    assert one.finish(Outcome.STOP, 0.3).summary.completion_tokens == 2
+    pieces, finish = one.finish(Outcome.STOP, 0.3)
+    assert (pieces, finish.summary.completion_tokens) == ([], 2)
 
 
 def test_a_stop_string_completed_by_the_last_flush_counts() -> None:

@@ -33,4 +33,5 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
         cpu_weights=chosen.cpu_weights,
         memory_share=chosen.memory_share,
         prompt_cache_bytes=chosen.prompt_cache_bytes,
+        decode_stall_s=chosen.decode_stall_ms / 1000,
     )

@@ -45,6 +45,11 @@ class Prompt:
         """All but the last token, which is the first step's input."""
         return len(self.tokens) - 1 - self.done
 
+    def progress(self) -> Progress:
+        """How far it is."""
+        total = len(self.tokens)
+        return Progress(self.needs.uid, self.done if self.unread else total, total, self.cached)
+
     def chunk(self, most: int, stop_at_shared: bool) -> list[int]:
         """The next tokens to read."""
         end = self.done + min(most, self.unread)
@@ -125,18 +130,22 @@ class Batch:
         self._tidy()
         return tokens
 
-    def read(self, most: int) -> list[Progress]:
-        """Read about so many tokens of prompts, padding included."""
+    def read(self, most: int) -> tuple[int, list[Progress]]:
+        """Read about so many tokens of prompts: (how many it was, padding included; how far each row is)."""
         if not self._reading:
-            return []
+            return 0, []
         # The oldest always moves on; a short one need not wait until it is through.
         oldest, shortest = self._reading[0], min(self._reading, key=lambda company: company.unread)
         chosen = [oldest] if oldest is shortest else [shortest, oldest]
-        progress = [step for company in chosen for step in self._read(company, most // len(chosen))]
+        read, progress = 0, []
+        for company in chosen:
+            area, steps = self._read(company, most // len(chosen))
+            read += area
+            progress += steps
         self._reading = [company for company in self._reading if company.prompts]
-        return progress
+        return read, progress
 
-    def _read(self, company: _Company, most: int) -> list[Progress]:
+    def _read(self, company: _Company, most: int) -> tuple[int, list[Progress]]:
         prompts, reading = company.prompts, company.reading
         columns = max(1, most // len(prompts))
         chunks = [prompt.chunk(columns, self._stop_at_shared) for prompt in prompts]
@@ -150,15 +159,7 @@ class Batch:
         if through:
             self._place(reading.take(through).decode([prompts[row].tokens[-1] for row in through]))
         company.prompts = [prompt for prompt in prompts if prompt.unread]
-        return [
-            Progress(
-                prompt.needs.uid,
-                prompt.done if prompt.unread else len(prompt.tokens),
-                len(prompt.tokens),
-                prompt.cached,
-            )
-            for prompt in prompts
-        ]
+        return len(chunks) * max(map(len, chunks)), [prompt.progress() for prompt in prompts]
 
     def _keep(self, reading: Reading, row: int, tokens: list[int]) -> None:
         if self._kept.wants(tokens):

@@ -21,11 +21,12 @@ from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
 from worker import device, model_files
 from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
-from worker.engines import sampling
+from worker.engines import markup, sampling
 from worker.engines.batch import Batch, Prompt
 from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
 from worker.engines.logprobs import token_logprobs
 from worker.engines.mlx_lm_0_32 import RowNeeds, Token
+from worker.engines.pace import Pace
 from worker.engines.prompt_cache import PromptCache
 from worker.engines.text import Texts, TextStream
 from worker.engines.warm_up import warm_up
@@ -80,14 +81,15 @@ class BatchedEngine:
         slots: int = 16,
         kv_tokens: int = 0,
         context: int = 0,
-        prefill_step: int = 256,
+        prefill_step: int = 2048,
         prefill_batch: int = 8,
         cpu_weights: str = AUTO,
         memory_share: int = 0,
         prompt_cache_bytes: int = 0,
+        decode_stall_s: float = 0.5,
     ) -> None:
         """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what
-        is free now. prompt_cache_bytes 0: an eighth of that."""
+        is free now. prompt_cache_bytes 0: an eighth of that. decode_stall_s: how long reading may hold up decoding."""
         self._folder = folder
         self._slots = slots
         self._kv_tokens = kv_tokens
@@ -97,6 +99,7 @@ class BatchedEngine:
         self._cpu_weights = cpu_weights
         self._memory_share = memory_share
         self._prompt_cache_bytes = prompt_cache_bytes
+        self._pace = Pace(decode_stall_s, prefill_step)
         self._waiting: dict[RequestId, _Row] = {}
         self._rows: dict[int, _Row] = {}
         self._last_uid = 0
@@ -128,16 +131,18 @@ class BatchedEngine:
         self._vocabulary = self._measure_vocabulary()
         self._grammars = Grammars(self._texts.tokenizer.to_str(), self._vocabulary, self._stop_ids)
         context = min(self._context or found.context, found.context)
+        written = markup.read(self._folder, self._texts.tokenizer)
         self.facts = EngineFacts(
             slots=self._slots,
             kv_tokens=self._kv_tokens or self._slots * context,
             block=1,
             context=context,
             lanes=(LANE,),
-            abilities=ABILITIES,
+            abilities=(*ABILITIES, "tools") if written.parse else ABILITIES,
             details={
                 "backend": device.backend(), "blas": device.blas_in_use(), "weights": precision, "model": found.kind,
             },  # fmt: skip
+            markup=written,
         )
         progress("warming up")
         warm_up(self)
@@ -171,8 +176,6 @@ class BatchedEngine:
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def lane_for(self, request: GenerationRequest) -> str:
-        if request.tools:
-            raise Unsupported("tools: this engine cannot honour it")
         if not request.prompt:
             raise Unsupported("prompt: it has no token")
         # mlx checks no index: one past the end reads, or writes, beyond the array.
@@ -257,12 +260,13 @@ class BatchedEngine:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Step]:
+        begun = time.monotonic()
         self._join()
         if not self._rows:
             return []
         steps = self._commit(self._batch.decode())
-        for item in self._batch.read(self._prefill_step):
-            steps.append(Prefilled(self._rows[item.uid].id, item.done, item.total, item.cached))
+        if self._batch.reads:
+            steps += self._read(begun)
         # What went wrong while the next token was drawn; the one committed above was drawn before.
         for row in [row for row in self._rows.values() if row.error]:
             self._leave(row)
@@ -271,6 +275,13 @@ class BatchedEngine:
         if self._steps % STEPS_BETWEEN_CLEARS == 0 or not self._rows:
             device.clear_cache()
         return steps
+
+    def _read(self, begun: float) -> list[Step]:
+        """A stretch of the prompts that wait, as long as the step may still last."""
+        allowed = self._pace.allowed(self._batch.decodes)
+        read, progress = self._batch.read(allowed)
+        self._pace.took(allowed, read, time.monotonic() - begun)
+        return [Prefilled(self._rows[item.uid].id, item.done, item.total, item.cached) for item in progress]
 
     def _commit(self, tokens: list[Token]) -> list[Step]:
         shown = self._shown_logprobs(tokens)

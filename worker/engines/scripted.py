@@ -18,6 +18,8 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
   refuse     true: start() raises Unsupported;  slow_cancel_s: cancel() takes so long
 
 Without a script the reply is 16 words, the first naming the prompt, so that replies cannot be mistaken for each other.
+Reasoning is written <think>…</think>, a tool call <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Qwen and Hermes
+models do.
 Sampling is accepted and has nothing to act upon. max_tokens ends a reply with "length", as in an engine whose end of
 sequence would be one more token.
 """
@@ -38,10 +40,19 @@ import msgspec
 
 from common.generation import GenerationRequest, TokenLogprob, TopLogprob
 from common.ids import RequestId
-from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
+from worker.engine import Committed, Ended, EngineFacts, Markup, Prefilled, Step, Unsupported
 from worker.engines.text import Texts
+from worker.tool_calls import TAGGED_JSON
 
 MARKER = "@script"
+MARKUP = Markup(
+    think_start="<think>",
+    think_end="</think>",
+    tool_start="<tool_call>",
+    tool_end="</tool_call>",
+    parse=lambda text, tools: json.loads(text),
+    form=TAGGED_JSON,
+)
 DEFAULT_TOKENS = 16
 MAX_BLOCK = 256
 
@@ -140,6 +151,7 @@ class ScriptedEngine:
             lanes=("batched",) if block == 1 else ("serial",),
             abilities=("sampling", "seed", "penalties", "logit_bias", "logprobs", "tools"),
             details={"backend": "scripted"},
+            markup=MARKUP,
         )
 
     # --- Life ---------------------------------------------------------------------------------------------------------
