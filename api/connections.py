@@ -91,8 +91,11 @@ class Connection(ASGIProtocol):
             self._stall = None
 
     def is_young(self) -> bool:
-        """Whether its first request is probably on its way: closing now would look like a crash to its client."""
-        return self.req_count == 0 and asyncio.get_running_loop().time() - self._made_at < YOUNG_S
+        """Whether its first request is probably on its way: closing now would look like a crash to its client.
+
+        gunicorn counts a request from the moment that it waits for it.
+        """
+        return self.req_count <= 1 and asyncio.get_running_loop().time() - self._made_at < YOUNG_S
 
     def close_if_idle(self) -> None:
         """Close unless a request is being served."""
