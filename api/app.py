@@ -13,16 +13,18 @@ import falcon.asgi
 import falcon.media
 import msgspec
 
-from api import routes
+from api import openapi, routes
 from api.broker_link import BrokerLink
 from api.extract_json import STACK_NEEDED
 from api.generate import Generation
+from api.keys import read_keys
 from api.middleware import Edge, Lifecycle
 from api.resources.chat import Chat
 from api.resources.completions import Completions
 from api.resources.health import Health, Ready
 from api.resources.metrics import Metrics
 from api.resources.models import Models
+from api.resources.openapi import OpenApi
 from api.resources.pool import Pool
 from api.resources.tokenize import Detokenize, Tokenize
 from api.responses import RequestError
@@ -78,6 +80,7 @@ def build(settings: ApiSettings) -> MillpondApi:
         routes.READY: Ready(link, lifecycle),
         routes.POOL: Pool(link),
         routes.METRICS: Metrics(link),
+        routes.OPENAPI: OpenApi(openapi.document(settings.strict_fields, read_keys(settings).needed)),
     }
     for route, resource in resources.items():
         app.add_route(route.path, resource)

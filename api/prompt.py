@@ -19,6 +19,8 @@ from common.errors import ConfigError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 THOUGHT_OPENS, THOUGHT_CLOSES = "<|channel>", "<channel|>"
+# Where clients and templates put an assistant's thoughts; the first is the usual one, gpt-oss reads the second.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 EMPTY_THOUGHT = f"{THOUGHT_OPENS}thought\n{THOUGHT_CLOSES}"
 
 
@@ -150,7 +152,7 @@ def prepared(messages: list[dict[str, Any]], template: Template) -> list[dict[st
 
 
 def _prepared(message: dict[str, Any], template: Template) -> dict[str, Any]:
-    message = dict(message)
+    message = _with_reasoning_everywhere(message)
     content = message.get("content")
     if content is None and not template.mentions_tool_calls:
         message["content"] = ""
@@ -161,6 +163,12 @@ def _prepared(message: dict[str, Any], template: Template) -> dict[str, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = [_with_object_arguments(call) for call in message["tool_calls"]]
     return message
+
+
+def _with_reasoning_everywhere(message: dict[str, Any]) -> dict[str, Any]:
+    # As Hugging Face has it since transformers 5.
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:

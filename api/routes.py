@@ -33,10 +33,10 @@ HEALTH = Route("/health", ("GET",), open=True)
 READY = Route("/health/ready", ("GET",), open=True)
 POOL = Route("/v1/pool", ("GET",))
 METRICS = Route("/metrics", ("GET",))
+OPENAPI = Route("/openapi.json", ("GET",))
 
-_EXACT = {
-    route.path: route for route in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, MODELS, HEALTH, READY, POOL, METRICS)
-}
+ALL = (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, MODELS, MODEL, HEALTH, READY, POOL, METRICS, OPENAPI)
+_EXACT = {route.path: route for route in ALL if route is not MODEL}
 
 
 def normal_path(path: str) -> str:

@@ -1,7 +1,9 @@
-"""What of a JSON schema the grammar engine can enforce, known before a request is queued; and grammars for forced calls.
+"""What of a JSON schema the grammar engine can enforce, known before a request is queued; and grammars for forced
+calls.
 
-Owns the reading of llguidance's verdict and the list of keywords that it leaves out. Must never know mlx, a tokenizer or
-a request. Invariant: a schema that check_schema() accepts is accepted by the worker, whose compiler has the same options.
+Owns the reading of llguidance's verdict and the list of keywords that it leaves out. Must never know mlx, a tokenizer
+or a request. Invariant: a schema that check_schema() accepts is accepted by the worker, whose compiler has the same
+options.
 """
 
 import json
@@ -28,8 +30,8 @@ _ENFORCED = {
 }  # fmt: skip
 # These say nothing about which values are allowed.
 _ANNOTATIONS = {
-    "$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "readOnly", "writeOnly", "examples",
-    "example", "deprecated", "contentMediaType", "contentEncoding",
+    "$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "readOnly", "writeOnly",
+    "examples", "example", "deprecated", "contentMediaType", "contentEncoding",
 }  # fmt: skip
 
 
@@ -50,7 +52,8 @@ def compiled(schema: str) -> str:
 def check_schema(schema: str) -> tuple[bool, str, list[str]]:
     """(whether it can be enforced, why not, keywords that would be left out), for the text of a JSON schema.
 
-    A caller that must enforce all of it refuses when the list is not empty. Takes 0.1 to 20 ms for schemas of usual size.
+    A caller that must enforce all of it refuses when the list is not empty. Takes 0.1 to 20 ms for schemas of usual
+    size.
     """
     try:
         grammar = compiled(schema)
@@ -66,8 +69,8 @@ def check_schema(schema: str) -> tuple[bool, str, list[str]]:
 def forced_call(prefix: str, schemas: Sequence[dict[str, Any]], suffix: str, special: Sequence[str] = ()) -> str:
     """A grammar text: prefix, one JSON value of one of the schemas, suffix, and nothing else.
 
-    special: the special tokens of the model that occur in prefix and suffix; they are matched as tokens, not as letters.
-    A schema's $refs must stay inside it.
+    special: the special tokens of the model that occur in prefix and suffix; they are matched as tokens, not as
+    letters. A schema's $refs must stay inside it.
     """
     rules = [f"value_{number}: %json {_inline(schema)}" for number, schema in enumerate(schemas)]
     values = " | ".join(f"value_{number}" for number in range(len(schemas)))

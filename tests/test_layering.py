@@ -12,7 +12,10 @@ OURS = ("common", "api", "broker", "worker", "scripts", "fixtures", "tests")
 PURE = {
     "common": ["ids", "outcomes", "errors", "envelope", "generation", "histograms", "session", "settings"],
     "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces"],
-    "worker": ["engine", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "plan", "supervision"],
+    "worker": [
+        "engine", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "seat",
+        "plan", "supervision",
+    ],
     "api": ["normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }
 IMPURE = {

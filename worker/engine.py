@@ -62,8 +62,9 @@ Step = Committed | Ended | Prefilled
 class CallForm:
     """A format whose arguments are JSON as it stands, so that they can stream.
 
-    opens: what a block can begin with, after spaces. head: a call up to its arguments, with a group "name"; it ends before
-    the {. tail: what may stand between a call's arguments and the next call, or the block's end; it matches "" too.
+    opens: what a block can begin with, after spaces. head: a call up to its arguments, with a group "name"; it ends
+    before the {. tail: what may stand between a call's arguments and the next call, or the block's end; it matches ""
+    too.
     """
 
     opens: str
@@ -75,10 +76,10 @@ class CallForm:
 class Markup:
     """How a model writes what is not content; "" and None: it has no such thing.
 
-    parse: (text between tool_start and tool_end, tool definitions) -> the call or list of calls, each a dict with name and
-    arguments; it raises anything for a text that is none. tool_end "": a block lasts until the reply's end. structure:
-    markers that only frame content. states, opening: for models that announce each part of a reply in a header: state ->
-    (marker, next state), and the state in which a reply begins.
+    parse: (text between tool_start and tool_end, tool definitions) -> the call or list of calls, each a dict with name
+    and arguments; it raises anything for a text that is none. tool_end "": a block lasts until the reply's end.
+    structure: markers that only frame content. states, opening: for models that announce each part of a reply in a
+    header: state -> (marker, next state), and the state in which a reply begins. router: the model's special tokens.
     """
 
     think_start: str = ""

@@ -1,46 +1,33 @@
 """The worker's main thread: takes work, steps the engine, posts what comes out.
 
-The only thread that touches the engine. Every Work that it takes ends in exactly one DONE, unless its session ended first,
-and its row is released once on every way out; an engine whose step raises fails all its requests with a typed error and is
-rebuilt, so one fault never ends the process. An engine that cannot be rebuilt does: the pool starts another.
+The only thread that touches the engine. Every Work that it takes ends in exactly one DONE, unless its session ended
+first, and its row is released once on every way out. An engine whose step raises fails all its requests with a typed
+error and is rebuilt, so one fault never ends the process; an engine that cannot be rebuilt does, and the pool starts
+another.
 """
 
 import logging
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from common import logs
-from common.envelope import Done, Message, Started, Tokens, encode
+from common.envelope import Done, Message, Started, encode
 from common.errors import ProtocolError
 from common.histograms import Histogram
-from common.generation import Piece, Summary, pack_pieces, pack_summary, unpack_request
+from common.generation import Piece, Summary, pack_summary, unpack_request
 from common.ids import RequestId
 from common.outcomes import Outcome
 from worker import placement
 from worker.engine import Committed, Ended, Engine, Prefilled, Unsupported
 from worker.link import Halt, Item, Link, SessionOver, Vitals, Work
-from worker.placement import Plan
 from worker.running import Finish, Running
+from worker.seat import Seat
 
 # How often memory is read for REPORT: reading it is not free on every backend.
 MEMORY_S = 0.5
 # Longest sleep: leave() only sets an instant, and nothing rings for it.
 LOOK_UP_S = 0.25
-# How long a piece may wait for the next one: it saves frames where steps are quicker, and a reader sees no difference.
-COALESCE_S = 0.025
-
-
-@dataclass
-class _Seat:
-    """A request that runs: its session, what it holds of the engine, and its pieces that have not left yet."""
-
-    session: int
-    running: Running
-    plan: Plan
-    pieces: list[Piece] = field(default_factory=list)
-    waiting_since: float = 0.0
 
 
 class WorkerLoop:
@@ -62,7 +49,7 @@ class WorkerLoop:
         self._vitals = vitals
         self._name = name
         self._clock = clock
-        self._running: dict[RequestId, _Seat] = {}
+        self._running: dict[RequestId, Seat] = {}
         self._posted: list[tuple[int, bytes, bytes]] = []
         self._step_s = 0.0
         # What went wrong while a row was released; the engine is in no known state then.
@@ -87,12 +74,10 @@ class WorkerLoop:
                 if not self._running or self._clock() >= self.leave_at:
                     break
             self._take_items()
-            self._mend()
             # Before the step: a prompt's first chunk takes long, and its STARTED lets the client have its 200.
             self._flush()
             if self._engine.busy:
                 self._step()
-                self._mend()
                 self._flush()
             self._note_vitals()
         clean = not self._running
@@ -110,6 +95,7 @@ class WorkerLoop:
             item: Item = self._link.inbox.get(block=timeout > 0, timeout=timeout or None)
             while True:
                 self._take(item)
+                self._mend()
                 item = self._link.inbox.get_nowait()
         except queue.Empty:
             return
@@ -150,7 +136,7 @@ class WorkerLoop:
             self._fail_all(error)
             return
         logs.event("started", logging.DEBUG, label=work.label, lane=lane, reasons="; ".join(plan.reasons))
-        self._running[work.request] = _Seat(work.session, running, plan)
+        self._running[work.request] = Seat(work.session, running, plan)
         self._post(work.session, Started(work.request, work.attempt, lane, self._name))
         # Its prompt may take long to read.
         self._send_waiting()
@@ -182,7 +168,7 @@ class WorkerLoop:
             match step:
                 case Committed():
                     committed[step.request] = committed.get(step.request, 0) + 1
-                    self._keep(seat, seat.running.committed(step, now), now)
+                    seat.keep(seat.running.committed(step, now), now)
                     if seat.running.halted:
                         self._note_tokens(seat, committed.pop(step.request), now)
                         self._end(seat, Outcome.STOP)
@@ -195,21 +181,16 @@ class WorkerLoop:
                     seat.running.prefilled(step, now)
         for id, count in committed.items():
             self._note_tokens(self._running[id], count, now)
+        self._mend()
         self._send_due(now)
 
-    def _note_tokens(self, seat: _Seat, count: int, now: float) -> None:
+    def _note_tokens(self, seat: Seat, count: int, now: float) -> None:
         if not count:
             return
         self._vitals.counters["completion_tokens"] += count
         interval_s, times = seat.running.stepped(count, now)
         if times:
             self._inter_token.observe(interval_s, times)
-
-    def _keep(self, seat: _Seat, pieces: list[Piece], now: float) -> None:
-        # A whole step's pieces for one request travel in one frame.
-        if pieces and not seat.pieces:
-            seat.waiting_since = now
-        seat.pieces += pieces
 
     def _send_due(self, now: float) -> None:
         """Send what may not wait for the next step: its first piece, and what would then have waited too long."""
@@ -219,28 +200,23 @@ class WorkerLoop:
             return
         next_at = now + max(self._engine.due_in(), self._step_s)
         for seat in self._running.values():
-            if seat.pieces and (not seat.running.sequence or next_at >= seat.waiting_since + COALESCE_S):
-                self._send(seat)
+            if seat.due(next_at):
+                self._post(seat.session, *seat.frame())
 
     def _send_waiting(self) -> None:
         for seat in self._running.values():
             if seat.pieces:
-                self._send(seat)
-
-    def _send(self, seat: _Seat) -> None:
-        running = seat.running
-        pieces, seat.pieces = seat.pieces, []
-        self._post(seat.session, Tokens(running.id, running.attempt, running.sequence), pack_pieces(pieces))
-        running.sequence += 1
+                self._post(seat.session, *seat.frame())
 
     # -- how it ends
 
-    def _end(self, seat: _Seat, outcome: Outcome) -> None:
+    def _end(self, seat: Seat, outcome: Outcome) -> None:
         """End a request that the engine still has."""
         trouble = self._release(seat)
-        self._finish(seat, *seat.running.finish(outcome, self._clock(), f"{trouble} while releasing" if trouble else ""))
+        error = f"{trouble} while releasing" if trouble else ""
+        self._finish(seat, *seat.running.finish(outcome, self._clock(), error))
 
-    def _release(self, seat: _Seat) -> str:
+    def _release(self, seat: Seat) -> str:
         """Give back what the request holds of the engine, once; the type name of what went wrong."""
         if not seat.plan.release():
             return ""
@@ -252,12 +228,12 @@ class WorkerLoop:
             return type(error).__name__
         return ""
 
-    def _finish(self, seat: _Seat, pieces: list[Piece], finish: Finish) -> None:
+    def _finish(self, seat: Seat, pieces: list[Piece], finish: Finish) -> None:
         running, summary = seat.running, finish.summary
         del self._running[running.id]
-        seat.pieces += pieces
+        seat.keep(pieces, 0.0)
         if seat.pieces:
-            self._send(seat)
+            self._post(seat.session, *seat.frame())
         done = Done(
             running.id,
             running.attempt,

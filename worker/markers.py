@@ -1,7 +1,8 @@
 """The next marker in streamed text (pure).
 
-A marker is found as a stop string is: the one that is complete first wins, and no text is held back that cannot become
-one any more. Knows nothing of what markers mean. Invariant: what was fed is what came out, in order: text, marker, rest.
+A marker is found as a stop string is: the one that is complete first wins, and no text is held back that cannot
+become one any more. Knows nothing of what markers mean. Invariant: what was fed is what came out, in order: text,
+marker, rest.
 """
 
 from collections.abc import Collection

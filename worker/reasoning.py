@@ -59,13 +59,13 @@ class ReasoningSplitter:
         """The stretches that are certain now, none of them empty but CLOSES and ABANDONS."""
         found: list[Stretch] = []
         while text and not self.stopped:
-            if self._unproven:
-                text = self._prove(text, found)
-            before, marker, text = self._seeker.feed(text)
+            text, later = self._prove(text, found) if self._unproven else (text, "")
+            before, marker, rest = self._seeker.feed(text)
             if before:
                 found.append(Stretch(self._kind, before, self._home))
             if marker:
                 self._cross(marker, found)
+            text = rest + later
         return found
 
     def flush(self) -> list[Stretch]:
@@ -94,18 +94,20 @@ class ReasoningSplitter:
         self._unproven = kind == OPENS and bool(self._opens)
         self._enter(state)
 
-    def _prove(self, text: str, found: list[Stretch]) -> str:
-        """Look at how a block begins: text that mentions a marker is not held back for a call that cannot come."""
+    def _prove(self, text: str, found: list[Stretch]) -> tuple[str, str]:
+        """How a block begins: text that mentions a marker is not held back for a call that cannot come.
+
+        (the text to go on with, what comes after it).
+        """
         begun = text.lstrip()
-        if not begun:
-            return text
+        if len(begun) < len(text):
+            return text[: len(text) - len(begun)], begun
         self._unproven = False
-        if begun[0] in self._opens:
-            return text
-        found.append(Stretch(ABANDONS, "", self._home))
-        text = self._seeker.flush() + text
-        self._enter(IN_REASONING if self._home == REASONING else NORMAL)
-        return text
+        if text[0] not in self._opens:
+            found.append(Stretch(ABANDONS, "", self._home))
+            text = self._seeker.flush() + text
+            self._enter(IN_REASONING if self._home == REASONING else NORMAL)
+        return text, ""
 
 
 def _table(markup: Markup, tools: bool) -> Table:

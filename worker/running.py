@@ -1,7 +1,7 @@
 """One request inside a worker, from what the engine commits to what the client gets (pure).
 
-Owns the sink, the usage and the clockwork of one attempt; knows no engine and no socket. The concatenated pieces are the
-reply; exactly one Finish ends it, and its usage is what was counted while the pieces were made, however the reply ends.
+Owns the sink, the usage and the clockwork of one attempt; knows no engine and no socket. The concatenated pieces are
+the reply; exactly one Finish ends it, and its usage is what was counted as the pieces were made, however it ends.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """What the client gets of each token that a model commits (pure).
 
-Chains the text machines: router, then markers and stop strings, then tool calls; and keeps which token's text went where,
-for the logprobs and the count of reasoning tokens. Must never know an engine or a clock. Rules: 1. What was said first
-leaves first. 2. No piece is empty. 3. The pieces joined do not depend on how tokens cut the text. 4. Logprobs leave with
-the content that their token ended in; tokens of reasoning, tool calls and markers show none, as in OpenAI's API.
+Chains the text machines: router, then markers and stop strings, then tool calls; and keeps which token's text went
+where, for the logprobs and the count of reasoning tokens. Must never know an engine or a clock. Rules: 1. What was said
+first leaves first. 2. No piece is empty. 3. The pieces joined do not depend on how tokens cut the text. 4. Logprobs
+leave with the content that their token ended in; tokens of reasoning, calls and markers show none, as in OpenAI's API.
 """
 
 from collections import deque
@@ -146,7 +146,7 @@ class _Tokens:
         self._fed += length
 
     def settle(self, length: int, channel: int) -> list[TokenLogprob]:
-        """The next so many characters went to this channel. The logprobs of content tokens that are complete with it."""
+        """So many characters more went to this channel. The logprobs of content tokens that are complete with it."""
         shown: list[TokenLogprob] = []
         if not length:
             return shown

@@ -1,9 +1,9 @@
 """From the text of a tool block to the calls in it (pure).
 
 Takes one block after the other: open(), feed(), close(). A block is a call once it parses, or earlier where the format
-writes arguments as JSON: there a call to an offered function begins to stream with the first key, and from then on it is a
-call whose arguments are what the model wrote. Must never know how a block is found. Invariant: a block either became
-calls, or its text comes back whole, markers included; how it was cut makes no difference.
+writes arguments as JSON: there a call to an offered function begins to stream with the first key, and from then on it
+is a call whose arguments are what the model wrote. Must never know how a block is found. Invariant: a block either
+became calls, or its text comes back whole, markers included; how it was cut makes no difference.
 """
 
 import json
@@ -66,7 +66,7 @@ def read_offer(text: str) -> Offer:
 
 
 def _as_parsers_read_it(tool: dict[str, Any]) -> dict[str, Any]:
-    """A definition in which the parsers of mlx-lm find what they expect: parameters, and properties that are objects."""
+    """A definition as mlx-lm's parsers expect one: with parameters, and with properties that are objects."""
     function = tool["function"]
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")
@@ -117,7 +117,9 @@ class ToolCalls:
     def close(self, marker: str = "") -> list[Event]:
         """The block ends with this marker, or because no more text comes."""
         self._raw += len(marker)
-        self.is_open = False
+        enough, self.is_open = self.enough, False
+        if enough:
+            return self._rest()
         if self._arguments is not None:
             self.unfinished = not marker
             return self._rest()

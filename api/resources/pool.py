@@ -1,11 +1,17 @@
 """GET /v1/pool: the broker's snapshot as JSON.
 
-Passes on what the broker says, in its order. Invariant: nothing in it comes from this process.
+Passes on what the broker says, in its order; workers that have not reported yet have every kind of memory, too.
+Invariant: nothing in it comes from this process.
 """
+
+from typing import Any
 
 import falcon.asgi
 
 from api.broker_link import BrokerLink
+
+
+NO_MEMORY = {"active": 0, "cache": 0, "peak": 0, "budget": 0}
 
 
 class Pool:
@@ -15,4 +21,10 @@ class Pool:
         self._link = link
 
     async def on_get(self, req: falcon.asgi.Request, resp: falcon.asgi.Response) -> None:
-        resp.media = await self._link.snapshot()
+        resp.media = complete(await self._link.snapshot())
+
+
+def complete(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """The snapshot with what workers that are only starting cannot say."""
+    workers = [{**worker, "memory": NO_MEMORY | worker["memory"]} for worker in snapshot["workers"]]
+    return {**snapshot, "workers": workers}

@@ -18,8 +18,9 @@ from scripts.loadtest.client import Client, Target
 from scripts.loadtest.plan import Ask
 from scripts.loadtest.stage import Stage
 
-STREAMS = (16, 64)
-RATE = 50
+STREAMS = (32, 128)
+# Slow enough that the worker gives each token a frame of its own (worker/seat).
+RATE = 20
 MOST_US = 60.0
 MOST_REFUSAL_US = 600.0
 

@@ -26,9 +26,17 @@ def scripted(*flags: str) -> Iterator[Harness]:
             yield harness
 
 
-def demo(*flags: str) -> Harness:
+@contextmanager
+def demo(*flags: str) -> Iterator[Harness]:
     """The demo model behind one API process."""
-    return Harness("--api-processes", "1", "--log-level", "warning", *flags, model=demo_folder())
+    harness = Harness("--api-processes", "1", "--log-level", "warning", *flags, model=demo_folder())
+    try:
+        harness.start()
+        # Seconds on a quiet machine; a busy one makes the figures doubtful and not impossible.
+        harness.wait_ready(300.0)
+        yield harness
+    finally:
+        harness.__exit__()
 
 
 def demo_folder() -> Path:

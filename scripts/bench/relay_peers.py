@@ -129,11 +129,13 @@ class WorkerEnd(End):
         return {"frames": frames, "wall_s": time.monotonic() - began, "latest_s": late_s}
 
     def _step(self, *, stamped: bool) -> None:
-        for one in self._taken:
-            # A paced frame carries its instant in place of a word of the same kind; both fit zmq's inline messages.
-            text = str(time.monotonic_ns()) if stamped else " word"
-            envelope = encode(Tokens(one.request, one.attempt, self._sequence))
-            if not self.peer.send_encoded(envelope, pack_pieces([Piece(CONTENT, text)])):
+        # As a worker: everything of a step is encoded, then handed over at once. A paced frame carries its instant in
+        # place of a word; both fit zmq's inline messages.
+        text = str(time.monotonic_ns()) if stamped else " word"
+        payload = pack_pieces([Piece(CONTENT, text)])
+        envelopes = [encode(Tokens(one.request, one.attempt, self._sequence)) for one in self._taken]
+        for envelope in envelopes:
+            if not self.peer.send_encoded(envelope, payload):
                 raise RuntimeError("the broker takes no more")
         self._sequence += 1
         self._sent += len(self._taken)

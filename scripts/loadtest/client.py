@@ -102,16 +102,20 @@ class Client:
         loop = asyncio.get_running_loop()
         self.connections += 1
         if ask.read_per_s is None:
-            kind = {"host": target.host, "port": target.port}
-        else:
-            # The buffer's size counts only when it is set before connecting.
-            info = (await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))[0]
-            raw = socket.socket(info[0], info[1])
-            raw.setblocking(False)
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
-            await loop.sock_connect(raw, info[4])
-            kind = {"sock": raw, "server_hostname": target.host if target.tls else None}
-        _, connection = await loop.create_connection(lambda: _Connection(self), ssl=target.tls, **kind)
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self), target.host, target.port, ssl=target.tls
+            )
+            return connection
+        # The buffer's size counts only when it is set before connecting.
+        family, kind, _, _, address = (await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))[0]
+        raw = socket.socket(family, kind)
+        raw.setblocking(False)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
+        await loop.sock_connect(raw, address)
+        name = target.host if target.tls else None
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self), sock=raw, ssl=target.tls, server_hostname=name
+        )
         return connection
 
 

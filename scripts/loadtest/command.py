@@ -10,8 +10,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from common import __version__
@@ -60,12 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if not summaries or any(one.outcomes["failed"] for one in summaries) else 0
 
 
-@dataclass
-class Plan:
-    """A stage before it runs."""
-
-    stage: Stage
-    run: Callable[[Client, Iterator[Ask]], Any]
+# What runs a stage, given the client and the stream of requests.
+Work = Callable[[Client, Iterator[Ask]], Coroutine[Any, Any, None]]
 
 
 class Drive:
@@ -102,10 +97,10 @@ class Drive:
                 # Prompts of the same kind and not the same ones: a warm prompt cache would flatter the first stage.
                 ordinary = asks(Shape(shape.prompt, shape.reply, ending=shape.ending), arguments.seed + 1_000_003)
                 await runner.closed(Stage("warm-up", 0, "closed"), client, ordinary, 4, arguments.warmup, 0)
-            for number, plan in enumerate(self._plans()):
-                work = asyncio.create_task(plan.run(client, asks(shape, arguments.seed + number)))
-                self._done.append(plan.stage)
-                await runner.watched(plan.stage, client, work, progress.show, progress.every_s)
+            for number, (stage, work) in enumerate(self._plans()):
+                running = asyncio.create_task(work(client, asks(shape, arguments.seed + number)))
+                self._done.append(stage)
+                await runner.watched(stage, client, running, progress.show, progress.every_s)
             return False
         except asyncio.CancelledError:
             return True  # Ctrl-C: what was measured so far is still worth showing
@@ -113,28 +108,28 @@ class Drive:
             progress.close()
             client.close()
 
-    def _plans(self) -> Iterator[Plan]:
+    def _plans(self) -> Iterator[tuple[Stage, Work]]:
+        if self._arguments.rate:
+            for number, rate in enumerate(self._arguments.rate):
+                yield self._open(rate, number)
+        else:
+            for clients in self._arguments.clients or [1, 4, 16]:
+                yield self._closed(clients)
+
+    def _open(self, rate: float, number: int) -> tuple[Stage, Work]:
         arguments = self._arguments
-        if arguments.rate:
-            for number, rate in enumerate(arguments.rate):
-                stage = Stage(f"{rate:g}/s", rate, "open")
-                due = poisson(rate, arguments.seconds or 30.0, arguments.seed + number)
-                yield Plan(
-                    stage,
-                    lambda client, stream, stage=stage, due=due: runner.arriving(
-                        stage, client, stream, due, arguments.most_open
-                    ),
-                )
-            return
-        for count in arguments.clients or [1, 4, 16]:
-            stage = Stage(f"{count} clients" if count > 1 else "1 client", count, "closed")
-            requests = arguments.requests or (0 if arguments.seconds else max(32, 4 * count))
-            yield Plan(
-                stage,
-                lambda client, stream, stage=stage, count=count, requests=requests: runner.closed(
-                    stage, client, stream, count, requests, arguments.seconds or 0, patient=not arguments.impatient
-                ),
-            )
+        stage = Stage(f"{rate:g}/s", rate, "open")
+        due = poisson(rate, arguments.seconds or 30.0, arguments.seed + number)
+        return stage, lambda client, stream: runner.arriving(stage, client, stream, due, arguments.most_open)
+
+    def _closed(self, clients: int) -> tuple[Stage, Work]:
+        arguments = self._arguments
+        stage = Stage(f"{clients} clients" if clients > 1 else "1 client", clients, "closed")
+        requests = arguments.requests or (0 if arguments.seconds else max(32, 4 * clients))
+        seconds, patient = arguments.seconds or 0.0, not arguments.impatient
+        return stage, lambda client, stream: runner.closed(
+            stage, client, stream, clients, requests, seconds, patient=patient
+        )
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -5,6 +5,9 @@ Invariant: `whole` is true only if the response ended as its framing says, so a 
 one.
 """
 
+from collections.abc import Callable
+
+# No server of this kind sends a head of more than a few kilobytes.
 _MAX_HEAD = 65536
 
 
@@ -69,7 +72,7 @@ class HttpReply:
         self._read = self._framing()
         return b""
 
-    def _framing(self):  # type: ignore[no-untyped-def]
+    def _framing(self) -> Callable[[], bytes]:
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
             return self._chunk_size
         length = self.headers.get("content-length")

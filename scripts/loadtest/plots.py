@@ -5,7 +5,7 @@ script, no style sheet, no address), so that it can stand in any page; every tex
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -13,6 +13,9 @@ WIDTH, HEIGHT = 460, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 # Distinguishable also without colour vision (Okabe and Ito), and on white and black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
+
+# From a value to its place.
+Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def svg(plot: Plot, background: str = "") -> str:
     return _framed(plot, parts, background)
 
 
-def _scale(low: float, high: float, start: float, end: float, log: bool):  # type: ignore[no-untyped-def]
+def _scale(low: float, high: float, start: float, end: float, log: bool) -> Scale:
     if log and low > 0:
         low, high = math.log(low), math.log(high)
     width = (high - low) or 1.0
@@ -95,7 +98,7 @@ def _grid(y: float, value: float) -> str:
     return line + _text(LEFT - 6, y + 4, short(value), "end")
 
 
-def _drawn(line: Line, colour: str, place_x, place_y) -> str:  # type: ignore[no-untyped-def]
+def _drawn(line: Line, colour: str, place_x: Scale, place_y: Scale) -> str:
     placed = [(place_x(x), place_y(y)) for x, y in line.finite]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
     drawn = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>' if len(placed) > 1 else ""

@@ -17,11 +17,16 @@ from typing import Any
 
 import pytest
 
+from api.prompt import PromptSource
 from common.runtime import Runtime, create, runtime
+from fixtures.template_styles import STYLES, text_of
+from fixtures.tiny_model import build
+from fixtures.tiny_tokenizer import Family
 from tests.api.fake_broker import FakeBroker, answer, ready_snapshot
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 15.0
+FAMILIES: tuple[Family, ...] = ("byte_level", "sentencepiece")
 
 
 def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
@@ -194,3 +199,28 @@ def own_server(tiny_model: Path) -> Iterator[Callable[..., Server]]:
     yield make
     for server in made:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Family], Path]:
+    made: dict[tuple[str, Family], Path] = {}
+
+    def make(style: str, family: Family) -> Path:
+        if (style, family) not in made:
+            folder = tmp_path_factory.mktemp("styles") / f"{style}-{family}"
+            made[style, family] = build(folder, family=family, extra_tokens=STYLES[style], chat_template=text_of(style))
+        return made[style, family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def source_of(folder_of: Callable[[str, Family], Path]) -> Callable[..., PromptSource]:
+    made: dict[tuple[str, Family], PromptSource] = {}
+
+    def make(style: str = "chatml", family: Family = "byte_level") -> PromptSource:
+        if (style, family) not in made:
+            made[style, family] = PromptSource(folder_of(style, family))
+        return made[style, family]
+
+    return make

@@ -31,6 +31,7 @@ from common.envelope import (
     encode,
 )
 from common.generation import CONTENT, GenerationRequest, Piece, Summary, pack_pieces, pack_summary, unpack_request
+from common.histograms import BOUNDS, Histogram
 from common.outcomes import Outcome
 
 Script = Callable[["FakeBroker", Message, bytes], None]
@@ -175,6 +176,12 @@ def ready_snapshot() -> dict[str, object]:
         "lanes": ["batched"],
         "abilities": [],
         "fingerprint": "",
+        "running": 0,
+        "waiting": 0,
+        "finished": {},
+        "refused": {},
+        "tokens": {"prompt": 0, "cached": 0, "completion": 0},
+        "histograms": {kind: Histogram(kind).packed() for kind in BOUNDS},
     }
     return {
         "workers": [worker],
@@ -186,6 +193,7 @@ def ready_snapshot() -> dict[str, object]:
         "version": "0",
         "models": [model],
         "draining": False,
+        "api_refused": {},
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.extract_json import extract_json
+from api.extract_json import WORK_FLOOR, WORK_PER_CHARACTER, extract_json
 
 ROWS = [
     ('{"a":1}', '{"a": 1}'),
@@ -99,22 +99,61 @@ def test_past_the_budget_the_reply_stays_as_it_is() -> None:
     assert extract_json(text) in (text, '{"a": 1}')
 
 
-@given(st.text(alphabet='[]{}",:1 \\ntrue`jso', max_size=40))
-def test_what_comes_out_is_the_text_or_cpythons_first_value(text: str) -> None:
-    found = extract_json(text)
-    if found == text:
-        return
+def by_cpython(text: str) -> str:
+    """CONTRACT §6 word by word, without bounds."""
     inner = text.strip()
-    value = json.loads(found)
-    decoder = json.JSONDecoder()
-    firsts = []
+    if inner.startswith("```"):
+        inner = inner[3:].removeprefix("json").strip()
+    if inner.endswith("```"):
+        inner = inner[:-3].strip()
     for at, character in enumerate(inner):
         if character in "[{":
             try:
-                firsts.append(decoder.raw_decode(inner, at)[0])
+                value, _ = json.JSONDecoder().raw_decode(inner, at)
             except ValueError:
                 continue
-    assert value == firsts[0]
+            return "".join(
+                "\ufffd" if "\ud800" <= c <= "\udfff" else c for c in json.dumps(value, ensure_ascii=False)
+            )
+    return text
+
+
+WORDS = ["```", "json", '"a":', "1", "-0", "1e5", "true", "null", "NaN", "\\ud800", "\\u00e9", "é", "[1]", "{}"]
+PARTS = st.sampled_from([*'[]{}",: \n\\', *WORDS])
+
+
+@settings(max_examples=400)
+@given(st.lists(PARTS, max_size=25).map("".join) | st.text(max_size=20))
+def test_a_reply_becomes_what_cpythons_decoder_finds_first(text: str) -> None:
+    assert extract_json(text) == by_cpython(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=6).map("".join), st.integers(1000, 30_000))
+def test_no_repetition_reads_more_than_the_budget(part: str, times: int) -> None:
+    text = part * times
+    read = 0
+    decode = json.JSONDecoder().raw_decode
+
+    def counting(inner: str, at: int) -> tuple[object, int]:
+        nonlocal read
+        try:
+            value, end = decode(inner, at)
+        except json.JSONDecodeError as error:
+            read += error.pos - at
+            raise
+        except (ValueError, RecursionError):
+            read += len(inner) - at
+            raise
+        read += end - at
+        return value, end
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("api.extract_json._decode", counting)
+        extract_json(text)
+    # The attempt that uses the budget up may read on to the end.
+    assert read <= WORK_PER_CHARACTER * len(text) + WORK_FLOOR + len(text)
 
 
 @pytest.mark.slow

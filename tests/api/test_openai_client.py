@@ -49,6 +49,26 @@ def test_the_async_client(server: Server) -> None:
     assert asyncio.run(ask()) == "Hello there"
 
 
+def test_the_async_clients_streaming_helper_and_whole_reply_agree(server: Server) -> None:
+    async def ask() -> tuple[str | None, str | None]:
+        base = f"http://127.0.0.1:{server.port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as ai:
+            whole = await ai.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[call-overload]
+            async with ai.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:  # type: ignore[arg-type]
+                helped = await stream.get_final_completion()
+        return whole.choices[0].message.content, helped.choices[0].message.content
+
+    assert asyncio.run(ask()) == ("Hello there", "Hello there")
+
+
+def test_text_completions_whole_and_streamed(server: Server) -> None:
+    with client(server) as ai:
+        whole = ai.completions.create(model="tiny", prompt=["a", "b"])
+        assert [choice.text for choice in whole.choices] == ["Hello there", "Hello there"]
+        with ai.completions.create(model="tiny", prompt="a", stream=True) as stream:
+            assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "Hello there"
+
+
 def test_models_can_be_listed(server: Server) -> None:
     with client(server) as ai:
         assert [model.id for model in ai.models.list()] == ["tiny"]
@@ -65,6 +85,23 @@ def test_refusals_are_the_clients_own_errors(server: Server, broker: FakeBroker)
         with pytest.raises(openai.NotFoundError) as missing:
             ai.chat.completions.create(model="gpt-4", messages=MESSAGES)  # type: ignore[call-overload]
         assert missing.value.code == "model_not_found"
+
+
+@pytest.mark.slow
+def test_the_async_client_tries_a_full_server_again(server: Server, broker: FakeBroker) -> None:
+    def full_once(broker: FakeBroker, message: Message, payload: bytes) -> None:
+        first = isinstance(message, Reserve) and not broker.count(Reserve)
+        (reject(Outcome.QUEUE_FULL, 400) if first else answer("late"))(broker, message, payload)
+
+    async def ask() -> str:
+        base = f"http://127.0.0.1:{server.port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=2) as ai:
+            stream = await ai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    broker.script = full_once
+    assert asyncio.run(ask()) == "late"
+    assert broker.count(Reserve) == 2
 
 
 @pytest.mark.slow

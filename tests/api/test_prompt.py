@@ -1,4 +1,7 @@
-"""Prompts: parity with Hugging Face on several template styles, and special-token text that stays text."""
+"""Prompts: what is prepared for a template, special-token text that stays text, limits, and where templates are found.
+
+Parity with Hugging Face is test_prompt_parity's.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,50 +12,10 @@ import pytest
 
 from api.prompt import PromptSource, TooLong
 from api.template import TemplateComplaint
+from fixtures.template_styles import STYLES
 from fixtures.tiny_model import CHATML_TEMPLATE, build
 from fixtures.tiny_tokenizer import Family
-
-HERE = Path(__file__).parent / "templates"
-# The added tokens of each style, all of them known to the tokenizer; the tiny one's own are special, these are not.
-STYLES: dict[str, tuple[str, ...]] = {
-    "chatml": (),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "mistral": ("[INST]", "[/INST]"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>"),
-}
-FAMILIES: tuple[Family, ...] = ("byte_level", "sentencepiece")
-
-
-def text_of(style: str) -> str:
-    return CHATML_TEMPLATE if style == "chatml" else (HERE / f"{style}.jinja").read_text()
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Family], Path]:
-    made: dict[tuple[str, Family], Path] = {}
-
-    def make(style: str, family: Family) -> Path:
-        if (style, family) not in made:
-            folder = tmp_path_factory.mktemp("styles") / f"{style}-{family}"
-            made[style, family] = build(folder, family=family, extra_tokens=STYLES[style], chat_template=text_of(style))
-        return made[style, family]
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def source_of(folder_of: Callable[[str, Family], Path]) -> Callable[..., PromptSource]:
-    made: dict[tuple[str, Family], PromptSource] = {}
-
-    def make(style: str = "chatml", family: Family = "byte_level") -> PromptSource:
-        if (style, family) not in made:
-            made[style, family] = PromptSource(folder_of(style, family))
-        return made[style, family]
-
-    return make
-
+from tests.api.conftest import FAMILIES
 
 def ids(source: PromptSource, messages: list[dict[str, Any]], thinking: bool = False, **more: Any) -> list[int]:
     given = {"kwargs": {"enable_thinking": thinking}, "tools": [], "limit": 4000} | more
@@ -70,56 +33,21 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"z": 1, "a": "<é>"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "b": 1, "a": "<&>"}}}]
 
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one": [user("What is the capital of France?")],
-    "turns": [user("hello"), assistant("Hi there."), user("and the world?")],
-    "trimming": [user("  \n\t spaces around \u3000\n")],
-    "newlines": [user("one\n\n\ntwo\r\nthree"), assistant("\n\nx\n"), user("\n")],
-    "wide": [user("Où est 日本語? 🙂👍🏽 — ß"), assistant("é"), user("\x00\x7f\u200b")],
-    "empty": [user("")],
-    "thought": [user("hello"), assistant("<think>\nI see.\n</think>\n\nHi."), user("and now?")],
-    "system": [{"role": "system", "content": "Be brief."}, user("hello")],
-    "calls": [
-        user("look"),
-        assistant("", tool_calls=[CALL]),
-        {"role": "tool", "content": "seen", "tool_call_id": "c1"},
-    ],
-}
-UNFIT = {("mistral", "system"), ("mistral", "calls"), ("gemma", "system"), ("gemma", "calls")}
+
+REFUSING = [
+    ("mistral", [user("hello"), {"role": "system", "content": "Be brief."}], "Only user and assistant"),
+    ("mistral", [user("hello"), user("hello")], "alternate"),
+    ("gemma", [{"role": "system", "content": "Be brief."}, user("hello")], "System role"),
+    ("gptoss", [user("hello"), {"role": "tool", "content": "x"}], "no previous assistant message"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("style", STYLES)
-def test_ids_are_those_of_hugging_face(
-    style: str, family: Family, folder_of: Callable[..., Path], source_of: Callable[..., PromptSource]
-) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(folder_of(style, family))
-    source = source_of(style, family)
-    for name, messages in CONVERSATIONS.items():
-        if (style, name) in UNFIT:
-            continue
-        for thinking in (False, True):
-            for tools in ([], TOOLS):
-                expected = theirs.apply_chat_template(
-                    messages,
-                    tokenize=True,
-                    return_dict=False,
-                    add_generation_prompt=True,
-                    enable_thinking=thinking,
-                    tools=tools or None,
-                )
-                assert ids(source, messages, thinking, tools=tools) == expected, (name, thinking, bool(tools))
-
-
-@pytest.mark.parametrize(("style", "conversation"), sorted(UNFIT))
+@pytest.mark.parametrize(("style", "messages", "words"), REFUSING)
 def test_a_templates_complaint_is_passed_on(
-    style: str, conversation: str, source_of: Callable[..., PromptSource]
+    style: str, messages: list[dict[str, Any]], words: str, source_of: Callable[..., PromptSource]
 ) -> None:
-    with pytest.raises(TemplateComplaint, match="roles|System role|alternate"):
-        ids(source_of(style), CONVERSATIONS[conversation])
+    with pytest.raises(TemplateComplaint, match=words):
+        ids(source_of(style), messages)
 
 
 def test_a_template_that_trips_is_a_complaint_without_the_clients_text(source_of: Callable[..., PromptSource]) -> None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 
+from api import openapi
 from fixtures import exchanges, route_samples, tiny_model
 from scripts.harness import Harness
 from scripts.record_fixtures import scripted
@@ -39,6 +41,23 @@ def test_what_is_recorded_is_what_is_asked() -> None:
     assert [row["name"] for row in ROWS] == list(SAMPLES)
     assert [row["request"] for row in ROWS] == [exchanges.described(sample) for sample in SAMPLES.values()]
     assert len(ROWS) >= 80 and sorted({row["contract"] for row in ROWS}) == SECTIONS
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_the_pool_has_the_keys_of_the_contract(instance_of: Callable[[str], Harness]) -> None:
+    pool = instance_of("open").get("/v1/pool")[1]
+    worker = (
+        "name pid host model state lanes slots running kv_tokens kv_tokens_used memory step_age_ms restarts".split()
+    )
+    assert {*"workers queue limits refused finished epoch version".split()} <= set(pool)
+    assert {*"waiting reserved oldest_ms".split()} <= set(pool["queue"])
+    assert set(pool["limits"]) == {"max_inflight", "max_queue"}
+    assert {*worker} <= set(pool["workers"][0])
+    assert {*"active cache peak budget".split()} <= set(pool["workers"][0]["memory"])
+    document = openapi.document(strict=False, keys_needed=False)
+    described = document["components"]["schemas"]["Pool"] | {"components": document["components"]}
+    jsonschema_rs.validator_for(described).validate(pool)
 
 
 @pytest.mark.system

@@ -415,6 +415,18 @@ def test_logits_that_are_not_finite_end_their_row_alone(
     assert {n: replies[rid(n)].tokens for n in (0, 2)} == alone
 
 
+def test_a_single_logit_that_is_no_number_ends_its_row(engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when it is not the one that is drawn."""
+
+    def spoil(tokens: object, logits: Any) -> Any:
+        return mx.where(mx.arange(logits.shape[-1]) == 7, float("nan"), logits)
+
+    monkeypatch.setattr(sampling_module, "make_logits_processors", lambda **_: [spoil])
+    monkeypatch.setattr(sampling_module, "greedy", lambda logits: mx.full((logits.shape[0],), 40))
+    reply = solo(engine, request(1, sampling=Sampling(temperature=0.0, logit_bias={1: 1.0})))
+    assert (reply.reason, reply.error, reply.tokens) == ("failed", "NonFiniteLogits", [])
+
+
 def test_after_an_exception_in_a_step_the_engine_can_be_rebuilt(
     engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,8 @@ def test_the_longest_common_head_is_found_and_the_last_token_left_to_read() -> N
     kept.put(one, layers(50))
     kept.put(other, layers(80))
     for prompt, count in (
-        (one, 49), (one + [7], 50), (one[:40] + [7, 7, 7], 40), (other[:30] + one, 30), (other, 79), (one[: SHORTEST + 1], SHORTEST),
+        (one, 49), (one + [7], 50), (one[:40] + [7, 7, 7], 40), (other[:30] + one, 30), (other, 79),
+        (one[: SHORTEST + 1], SHORTEST),
     ):  # fmt: skip
         cache, cached = kept.find(prompt)
         assert cached == count and cache is not None and {layer.offset for layer in cache} == {count}

@@ -1,16 +1,26 @@
 """One request in a worker: pieces, usage and finish."""
 
-from common.generation import CONTENT, GenerationRequest, Piece, TokenLogprob
+import json
+
+import pytest
+
+from common.generation import CONTENT, REASONING, TOOL_CALL, GenerationRequest, Piece, TokenLogprob
 from common.ids import RequestId
 from common.outcomes import Outcome
-from worker.engine import Committed, Ended, Prefilled
+from worker.engine import Committed, Ended, Markup, Prefilled
 from worker.running import Running
 
 ID = RequestId(b"r" * 16)
+MARKUP = Markup("<t>", "</t>", "[c]", "[/c]", parse=lambda text, tools: json.loads(text))
+TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
+CALL = '[c]{"name": "f", "arguments": {}}[/c]'
 
 
-def running(stop: list[str] | None = None, max_tokens: int = 10) -> Running:
-    return Running(ID, 1, "label", GenerationRequest([1, 2, 3], max_tokens, stop=stop or []), "batched", 0.0)
+def running(
+    stop: list[str] | None = None, max_tokens: int = 10, lane: str = "batched", **fields: object
+) -> Running:
+    request = GenerationRequest([1, 2, 3], max_tokens, stop=stop or [], **fields)  # type: ignore[arg-type]
+    return Running(ID, 1, "label", request, lane, 0.0, MARKUP)
 
 
 def texts(pieces: list[Piece]) -> str:
@@ -79,3 +89,90 @@ def test_logprobs_leave_with_their_text() -> None:
     assert second == [Piece(CONTENT, "Ex", [logprob("aE"), logprob("x")])]
     one.committed(Committed(ID, 3, "END", logprob("END")), 0.3)
     assert one.halted
+
+
+# --- Finish reason ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "outcome"),
+    [
+        ("x", "length", Outcome.LENGTH),
+        ("x", "stop", Outcome.STOP),
+        ("xEND", "length", Outcome.STOP),
+        (CALL, "length", Outcome.TOOL_CALLS),
+        (CALL, "stop", Outcome.TOOL_CALLS),
+        (f"{CALL}END", "length", Outcome.TOOL_CALLS),
+        (CALL.removesuffix("[/c]"), "length", Outcome.TOOL_CALLS),
+        ("[c]{", "length", Outcome.LENGTH),
+        ("<t>x", "length", Outcome.LENGTH),
+        (CALL, "failed", Outcome.ENGINE_FAILED),
+    ],
+)
+def test_calls_come_before_a_stop_and_that_before_the_engines_reason(text: str, own: str, outcome: Outcome) -> None:
+    one = running(["END"], tools=TOOLS)
+    one.committed(Committed(ID, 1, text), 0.1)
+    assert one.ended(Ended(ID, own), 0.2)[1].outcome is outcome
+
+
+def test_a_call_counts_when_a_stop_string_halts_the_engine() -> None:
+    one = running(["END"], tools=TOOLS)
+    pieces = one.committed(Committed(ID, 1, f"{CALL}END"), 0.1)
+    assert one.halted and [piece.name for piece in pieces] == ["f"]
+    assert one.finish(Outcome.STOP, 0.2)[1].outcome is Outcome.TOOL_CALLS
+
+
+def test_an_end_from_outside_is_never_a_call() -> None:
+    one = running(tools=TOOLS)
+    one.committed(Committed(ID, 1, CALL), 0.1)
+    assert one.finish(Outcome.CANCELLED, 0.2)[1].outcome is Outcome.CANCELLED
+
+
+# --- Usage ------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_is_live_and_counts_what_is_not_shown() -> None:
+    one = running()
+    assert (one.usage.prompt, one.usage.completion) == (3, 0)
+    said = []
+    for count, text in enumerate(["<t>", "wh", "", "y", "</t>", "", "so"], 1):
+        said += one.committed(Committed(ID, 0, text), 0.1)
+        assert one.usage.completion == count
+    assert [(piece.channel, piece.text) for piece in said] == [(REASONING, "wh"), (REASONING, "y"), (CONTENT, "so")]
+    summary = one.finish(Outcome.ENGINE_FAILED, 0.2, "KeyError")[1].summary
+    assert (summary.completion_tokens, summary.reasoning_tokens, summary.error) == (7, 3, "KeyError")
+
+
+def test_what_was_held_back_is_delivered_with_every_end() -> None:
+    for outcome in (Outcome.ENGINE_FAILED, Outcome.SHUTDOWN, Outcome.CANCELLED):
+        one = running(["END"])
+        one.committed(Committed(ID, 0, "aEN"), 0.1)
+        pieces, finish = one.finish(outcome, 0.2)
+        assert (texts(pieces), finish.outcome) == ("EN", outcome)
+
+
+def test_the_last_prompt_token_is_never_cached() -> None:
+    for cached, counted in ((0, 0), (2, 2), (3, 2)):
+        one = running()
+        one.prefilled(Prefilled(ID, 3, 3, cached), 0.1)
+        assert one.finish(Outcome.STOP, 0.2)[1].summary.cached_tokens == counted
+
+
+def test_the_lane_is_corrected_by_what_ran() -> None:
+    for accepted, rejected, lane in ((0, 0, "serial"), (2, 1, "serial+spec")):
+        one = running(lane="serial+spec")
+        one.committed(Committed(ID, 0, "a"), 0.1)
+        assert one.lane == "serial+spec"
+        summary = one.ended(Ended(ID, "stop", "", "", accepted, rejected), 0.2)[1].summary
+        assert summary.lane == lane
+        assert (summary.accepted_draft_tokens, summary.rejected_draft_tokens) == (accepted, rejected)
+    one = running(lane="serial+spec")
+    one.committed(Committed(ID, 0, "a", from_draft=True), 0.1)
+    summary = one.finish(Outcome.CANCELLED, 0.2)[1].summary
+    assert (summary.lane, summary.accepted_draft_tokens) == ("serial+spec", 1)
+
+
+def test_a_call_leaves_as_a_named_piece() -> None:
+    one = running(tools=TOOLS)
+    pieces = one.committed(Committed(ID, 0, f"a{CALL}"), 0.1)
+    assert pieces == [Piece(CONTENT, "a"), Piece(TOOL_CALL, "{}", [], 0, "f")]

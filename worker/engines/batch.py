@@ -1,8 +1,8 @@
 """The rows of one model on their way: which prompts are read next and how far, and which rows decode together.
 
-Owns the order of reading, the groups that decode, and the snapshots for the prompt cache. Must never know requests, text or
-sampling. Invariant: a row is in exactly one place, being read with its company or decoding in one group, until it ends or
-is removed; neither changes another row's tokens.
+Owns the order of reading, the groups that decode, and the snapshots for the prompt cache. Must never know requests,
+text or sampling. Invariant: a row is in exactly one place, being read with its company or decoding in one group,
+until it ends or is removed; neither changes another row's tokens.
 
 mlx-lm's caches are rectangles: rows times the longest. So prompts are read in company of their like, and rows of very
 unlike length decode in groups of their own, where reading the weights once more costs less than the padding.
@@ -17,6 +17,9 @@ from worker.engines import mlx_lm_0_32
 from worker.engines.mlx_lm_0_32 import Cache, Decoding, Reading, RowNeeds, Token
 from worker.engines.prompt_cache import PromptCache
 
+# Each group reads all weights in every step.
+MOST_GROUPS = 3
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -30,8 +33,8 @@ class Progress:
 
 @dataclass(eq=False)
 class Prompt:
-    """A row to be read. shared: where the head ends that other prompts begin with too; 0: not known. cache: of the first
-    `done` tokens."""
+    """A row to be read. shared: where the head ends that other prompts begin with too; 0: not known. cache: of the
+    first `done` tokens."""
 
     needs: RowNeeds
     tokens: list[int]
@@ -73,12 +76,16 @@ class _Company:
 class Batch:
     """Continuous batching: rows join and leave between steps. All calls from the thread that loaded the model."""
 
-    def __init__(self, model: nn.Module, stop_ids: Sequence[int], kept: PromptCache, most_padding: int) -> None:
-        """most_padding: how many tokens of padding cost a step as much as reading the weights once more."""
+    def __init__(
+        self, model: nn.Module, stop_ids: Sequence[int], kept: PromptCache, most_padding: int, most_copied: int
+    ) -> None:
+        """most_padding: how many tokens of padding cost a step as much as reading the weights once more. most_copied:
+        how many tokens' caches can be copied while rows wait for it."""
         self._model = model
         self._stops = mlx_lm_0_32.stops(stop_ids)
         self._kept = kept
         self._most_padding = most_padding
+        self._most_copied = most_copied
         # A cache that can be cut back serves any prefix; of others one is kept where the shared head ends.
         self._stop_at_shared = not mlx_lm_0_32.can_be_cut(model)
         self._reading: list[_Company] = []
@@ -94,6 +101,7 @@ class Batch:
             self._model,
             [prompt.cache for prompt in prompts],
             [prompt.tokens[: prompt.done] for prompt in prompts],
+            max(prompt.unread for prompt in prompts),
         )
         for prompt in prompts:
             prompt.cache = None
@@ -149,17 +157,23 @@ class Batch:
         prompts, reading = company.prompts, company.reading
         columns = max(1, most // len(prompts))
         chunks = [prompt.chunk(columns, self._stop_at_shared) for prompt in prompts]
-        if any(chunks):
+        area = len(chunks) * max(map(len, chunks))
+        if area:
             reading.prompt(chunks)
-        for row, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True)):
+        for prompt, chunk in zip(prompts, chunks, strict=True):
             prompt.done += len(chunk)
-            if chunk and (not prompt.unread or self._stop_at_shared and prompt.done == prompt.shared):
+        long = sum(prompt.done for prompt in prompts) > self._most_copied // 4
+        if area and long and not company.unread and self.decodes:
+            # Keeping a long prompt, and its first token, are a step's work of their own.
+            return area, []
+        for row, prompt in enumerate(prompts):
+            if not prompt.unread or self._stop_at_shared and prompt.done == prompt.shared:
                 self._keep(reading, row, prompt.tokens[: prompt.done])
         through = [row for row, prompt in enumerate(prompts) if not prompt.unread]
         if through:
             self._place(reading.take(through).decode([prompts[row].tokens[-1] for row in through]))
         company.prompts = [prompt for prompt in prompts if prompt.unread]
-        return len(chunks) * max(map(len, chunks)), [prompt.progress() for prompt in prompts]
+        return area, [prompt.progress() for prompt in prompts]
 
     def _keep(self, reading: Reading, row: int, tokens: list[int]) -> None:
         if self._kept.wants(tokens):
@@ -172,10 +186,15 @@ class Batch:
     def _place(self, new: Decoding) -> None:
         """Into the group that it suits best, or into one of its own."""
         best = min(self._groups, key=lambda group: _padding(group, new), default=None)
-        if best is None or _padding(best, new) > self._most_padding:
-            self._groups.append(new)
-        else:
+        if best is not None and (len(self._groups) == MOST_GROUPS or self._suit(best, new)):
             best.extend(new)
+        else:
+            self._groups.append(new)
+
+    def _suit(self, group: Decoding, new: Decoding) -> bool:
+        """Whether joining costs less than decoding apart. It copies the caches of all rows."""
+        copied = (len(group) + len(new)) * max(group.width, new.width)
+        return _padding(group, new) <= self._most_padding and copied <= self._most_copied
 
     def _tidy(self) -> None:
         self._groups = [group for group in self._groups if len(group)]

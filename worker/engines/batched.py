@@ -1,8 +1,8 @@
 """The batched engine: continuous batching of one model on mlx-lm.
 
 Owns the rows that wait for or are in the batch and what each needs: its text, its sampler, its grammar, its
-log-probabilities. Must never know stop strings, sockets or processes. Invariant: every started row is in `_waiting` or in
-`_rows`, and leaves with one Ended, or silently by cancel() and rebuild().
+log-probabilities. Must never know stop strings, sockets or processes. Invariant: every started row is in `_waiting`
+or in `_rows`, and leaves with one Ended, or silently by cancel() and rebuild().
 
 All calls come from one thread: mlx's streams and random state are thread-local.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
@@ -23,6 +22,7 @@ from worker import device, model_files
 from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
 from worker.engines import markup, sampling
 from worker.engines.batch import Batch, Prompt
+from worker.engines.costs import copied_per_s, read_well_together, weight_bytes
 from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
 from worker.engines.logprobs import token_logprobs
 from worker.engines.mlx_lm_0_32 import RowNeeds, Token
@@ -99,6 +99,7 @@ class BatchedEngine:
         self._cpu_weights = cpu_weights
         self._memory_share = memory_share
         self._prompt_cache_bytes = prompt_cache_bytes
+        self._decode_stall_s = decode_stall_s
         self._pace = Pace(decode_stall_s, prefill_step)
         self._waiting: dict[RequestId, _Row] = {}
         self._rows: dict[int, _Row] = {}
@@ -126,7 +127,8 @@ class BatchedEngine:
         self._candidates = sampling.CPU_CANDIDATES if device.backend() == device.CPU else 1 << 30
         self._kept = PromptCache(self._prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
         per_token = kv_bytes_per_token(found, precision)
-        self._most_padding = _weight_bytes(self._model) // per_token if per_token else 0
+        self._most_padding = weight_bytes(self._model) // max(per_token, 1)
+        self._most_copied = int(self._decode_stall_s * copied_per_s() / max(per_token, 1))
         self._new_batch()
         self._vocabulary = self._measure_vocabulary()
         self._grammars = Grammars(self._texts.tokenizer.to_str(), self._vocabulary, self._stop_ids)
@@ -146,7 +148,9 @@ class BatchedEngine:
         )
         progress("warming up")
         warm_up(self)
+        # Neither the warm-up's prompts nor its speed, kernels being compiled, are worth keeping.
         self._kept.clear()
+        self._pace = Pace(self._decode_stall_s, self._prefill_step)
         progress(f"ready after {time.monotonic() - begun:.1f} s on {self.facts.details['blas']}")
 
     def rebuild(self) -> None:
@@ -171,7 +175,7 @@ class BatchedEngine:
     def _new_batch(self) -> None:
         # The old one first: its cache and the new one's need not fit side by side.
         self._batch: Batch | None = None
-        self._batch = Batch(self._model, self._stop_ids, self._kept, self._most_padding)
+        self._batch = Batch(self._model, self._stop_ids, self._kept, self._most_padding, self._most_copied)
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -315,17 +319,3 @@ class BatchedEngine:
     def _measure_vocabulary(self) -> int:
         """The model's own number of tokens, which is often more than the tokenizer knows."""
         return self._model(mx.array([[0]])).shape[-1]
-
-
-def _weight_bytes(model: nn.Module) -> int:
-    return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
-
-
-def read_well_together(unread: list[int], step: int) -> bool:
-    """Whether prompts with so many tokens left may be read as one rectangle of at most `step` columns.
-
-    No more than half of it may be padding, and no more than two steps' work: the rows that decode wait for it.
-    """
-    chunks = [min(length, step) for length in unread]
-    area = len(chunks) * max(chunks)
-    return area <= 2 * step and area <= 2 * sum(chunks)

@@ -5,9 +5,9 @@ requests, text or how a token is drawn. Invariant: a row without a grammar keeps
 raises into a step: a matcher in a bad state says so in `error`, and the engine ends its row.
 
 A grammar text is a JSON schema, or LARK ("lark:") followed by a grammar in llguidance's Lark dialect with a rule named
-`start`. The latter is how a tool call is forced: the model's own markup round the JSON of one of the functions' schemas,
-which common.json_schema.forced_call() writes. There `%json {...}` is a schema, a quoted text is taken letter by letter,
-and a special token stands bare (<|tool_call|>).
+`start`. The latter is how a tool call is forced: the model's own markup round the JSON of one of the functions'
+schemas, which common.json_schema.forced_call() writes. There `%json {...}` is a schema, a quoted text is taken letter
+by letter, and a special token stands bare (<|tool_call|>).
 """
 
 from collections import OrderedDict

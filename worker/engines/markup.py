@@ -1,8 +1,8 @@
 """How a model writes reasoning and tool calls, read from its folder with mlx-lm's own rules.
 
-Owns the choice of markers and parser: those of mlx-lm for this vocabulary and chat template, and which of its formats can
-stream their arguments. Must never know requests or text. Invariant: a folder that says nothing of either gives a Markup
-without them, and never an error: a model is served whatever its template looks like.
+Owns the choice of markers and parser: those of mlx-lm for this vocabulary and chat template, and which of its formats
+can stream their arguments. Must never know requests or text. Invariant: a folder that says nothing of either gives a
+Markup without them, and never an error: a model is served whatever its template looks like.
 """
 
 import importlib
@@ -55,9 +55,10 @@ def read(folder: Path, tokenizer: Tokenizer) -> Markup:
     if not think_start and "</think>" in template:
         # Tuned to think without tokens for it.
         think_start, think_end = "<think>", "</think>"
-    parser = config.get("tool_parser_type", defaults.get("tool_parser_type")) or tokenizer_utils._infer_tool_parser(seen)
+    named = defaults | config
+    parser = named.get("tool_parser_type") or tokenizer_utils._infer_tool_parser(seen)
     tools = _module("mlx_lm.tool_parsers", parser)
-    shape = getattr(_module("mlx_lm.chat_templates", _template_kind(config, defaults)), "RESPONSE_FORMAT", {})
+    shape = getattr(_module("mlx_lm.chat_templates", named.get("chat_template_type")), "RESPONSE_FORMAT", {})
     start, end = (tools.tool_call_start, tools.tool_call_end) if tools else ("", "")
     structure = tuple(tokenizer_utils._infer_structural_markers(seen))
     return Markup(
@@ -66,7 +67,7 @@ def read(folder: Path, tokenizer: Tokenizer) -> Markup:
         tool_start=start,
         tool_end=end,
         parse=_strict(tools.parse_tool_call) if parser in LENIENT else tools and tools.parse_tool_call,
-        form=FORMS.get(parser or ""),
+        form=FORMS.get(parser) if isinstance(parser, str) else None,
         structure=structure,
         states=shape.get("transitions", {}),
         opening=shape.get("initial_state", NORMAL),
@@ -113,10 +114,6 @@ def _module(package: str, name: object) -> Any:
     if not isinstance(name, str) or not name.isidentifier():
         return None
     return importlib.import_module(f"{package}.{name}") if importlib.util.find_spec(f"{package}.{name}") else None
-
-
-def _template_kind(config: dict[str, Any], defaults: dict[str, Any]) -> object:
-    return config.get("chat_template_type", defaults.get("chat_template_type"))
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """The parts of mlx-lm 0.32.2 that have no promise of stability, behind names of our own.
 
 The only module that touches them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
-changes. Must never know requests or text, nor when a prompt is read (worker/engines/batch.py). Invariant: what mlx-lm does
-by itself and we do not want (a wired limit, token lists changed in place, a softmax nobody asked for) stays inside.
+changes. Must never know requests or text, nor when a prompt is read (worker/engines/batch.py). Invariant: what mlx-lm
+does by itself and we do not want (a wired limit, token lists changed in place, a softmax nobody asked for) stays
+inside.
 
 mlx-lm's BatchGenerator is not used: it reads all prompts as one rectangle in chunks of one size, decodes all rows as
 another, and normalizes every row's logits. Its two halves, the batch that reads and the batch that decodes, are.
@@ -16,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model
 
 from worker.engines.grammar import RowGrammar, masked
@@ -180,8 +181,9 @@ class Reading(generate.PromptProcessingBatch):
 
     def __init__(
         self, needs: Sequence[RowNeeds], stops: Any, model: nn.Module, caches: Sequence[Cache | None],
-        known: Sequence[Sequence[int]],
+        known: Sequence[Sequence[int]], unread: int,
     ) -> None:  # fmt: skip
+        """unread: the most tokens that any row will read before it decodes."""
         self.needs = list(needs)
         self._stops = stops
         super().__init__(
@@ -195,6 +197,8 @@ class Reading(generate.PromptProcessingBatch):
             samplers=[None] * len(needs),
             logits_processors=[()] * len(needs),
         )
+        # All columns at once: a cache that grows by its usual 256 is copied whole each time.
+        _grow_by(self.prompt_cache, -(-(unread + 1) // BatchKVCache.step) * BatchKVCache.step)
 
     def _copy(self) -> "Reading":
         copied = super()._copy()
@@ -212,7 +216,14 @@ class Reading(generate.PromptProcessingBatch):
 
     def decode(self, last: list[int]) -> Decoding:
         """The rows with their prompts' last tokens, ready to decode; this batch is used up."""
+        _grow_by(self.prompt_cache, BatchKVCache.step)
         return Decoding(self.needs, self._stops, self.model, mx.array(last), self.prompt_cache, self.tokens)
+
+
+def _grow_by(cache: Cache, columns: int) -> None:
+    for layer in cache:
+        if type(layer) is BatchKVCache:
+            layer.step = columns
 
 
 def stops(stop_ids: Sequence[int]) -> Any:

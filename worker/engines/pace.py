@@ -1,14 +1,15 @@
 """How much of the waiting prompts is read between two decode steps (pure).
 
-Owns the estimate of what a step can read within the stall target. Must never know a clock or the batch: it is told how long
-steps took. Invariant: between LEAST and `most` tokens, so that a prompt always moves on.
+Owns the estimate of what a step can read within the stall target. Must never know a clock or the batch: it is told
+how long steps took. Invariant: between LEAST and `most` tokens, so that a prompt always moves on.
 """
 
 # On a machine so slow that not even these fit, reading on matters more: each chunk reads all weights once.
 LEAST = 16
 # What is tried before anything was measured; on a fast device it doubles with every step.
 FIRST = 64
-# With no row to hold up, only a request that comes meanwhile waits for the end of the chunk; larger ones are read faster.
+# With no row to hold up, only a request that comes meanwhile waits for the end of the chunk; larger ones are read
+# faster.
 ALONE = 4
 
 
@@ -29,7 +30,7 @@ class Pace:
     def took(self, allowed: int, read: int, seconds: float) -> None:
         """A step that was allowed so many tokens read so many, and lasted so long in all."""
         # The end of a prompt is too few tokens to tell the speed, unless even they took too long.
-        if seconds <= 0 or (2 * read < allowed and seconds < self._stall_s):
+        if not read or seconds <= 0 or (2 * read < allowed and seconds < self._stall_s):
             return
         fits = read * self._stall_s / seconds
         self._per_stall = min(max(fits, LEAST), 2 * self._per_stall, float(self._most))

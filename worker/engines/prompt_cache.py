@@ -3,9 +3,9 @@
 Owns the entries, their order of use and their size in bytes. Must never know requests or the batch. Invariant: the
 entries together are never larger than the limit, and no lookup changes or hands out an entry itself, only a copy.
 
-Entries are mlx-lm's own per-layer caches. Its LRUPromptCache is not used: looking up a prompt that leaves a stored one of
-32,000 tokens early took 1.1 s on the reference machine (it copies a growing list per token of the rest), a hit does not
-count as use, and it holds a dict per token outside its byte limit.
+Entries are mlx-lm's own per-layer caches. Its LRUPromptCache is not used: looking up a prompt that leaves a stored
+one of 32,000 tokens early took 1.1 s on the reference machine (it copies a growing list per token of the rest), a hit
+does not count as use, and it holds a dict per token outside its byte limit.
 """
 
 import copy

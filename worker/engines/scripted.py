@@ -18,8 +18,8 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
   refuse     true: start() raises Unsupported;  slow_cancel_s: cancel() takes so long
 
 Without a script the reply is 16 words, the first naming the prompt, so that replies cannot be mistaken for each other.
-Reasoning is written <think>…</think>, a tool call <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Qwen and Hermes
-models do.
+Reasoning is written <think>...</think>, a call <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
+Hermes models write them.
 Sampling is accepted and has nothing to act upon. max_tokens ends a reply with "length", as in an engine whose end of
 sequence would be one more token.
 """
