@@ -19,7 +19,7 @@ from api.normalize_completion import NormalizedCompletion
 from api.prompt import Prompt, TooLong
 from api.request_line import RequestLine
 from api.responses import RequestError, model_not_found
-from api.served import ServedModel
+from api.served import ServedModel, find
 from api.template import TemplateComplaint
 from common.errors import ServingError
 from common.generation import GenerationRequest
@@ -45,8 +45,8 @@ class Generation:
         self._abilities_until = 0.0
 
     def model(self, name: str) -> ServedModel:
-        """The served model. Raises RequestError (404)."""
-        model = self.models.get(name)
+        """The served model of this id or alias. Raises RequestError (404)."""
+        model = find(self.models, name)
         if model is None:
             raise model_not_found(name, sorted(self.models))
         return model

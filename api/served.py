@@ -5,6 +5,7 @@ listed can render a prompt.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ UNKNOWN_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model as clients see it. defaults: sampling that applies where a request says nothing."""
+    """One model as clients see it. defaults: sampling that applies where a request says nothing. aliases: names that
+    mean it where they mean no other."""
 
     name: str
     fingerprint: str
@@ -27,6 +29,7 @@ class ServedModel:
     created: int
     defaults: Sampling
     prompts: PromptSource
+    aliases: frozenset[str] = frozenset()
 
     def prompt_limit(self, max_prompt: int) -> int:
         """The longest prompt that leaves room for one token."""
@@ -48,7 +51,18 @@ def read_model(choice: ModelChoice) -> ServedModel:
         created=int((folder / "config.json").stat().st_mtime),
         defaults=sampling_defaults(_read_json(folder / "generation_config.json")),
         prompts=PromptSource(folder),
+        # A hub id without its owner, and what the folder is called: what people type.
+        aliases=frozenset({choice.name.rpartition("/")[2], folder.name} - {choice.name, ""}),
     )
+
+
+def find(models: Mapping[str, ServedModel], name: str) -> ServedModel | None:
+    """The model of this id, or of this alias if only one has it."""
+    found = models.get(name)
+    if found is None:
+        also = [model for model in models.values() if name in model.aliases]
+        found = also[0] if len(also) == 1 else None
+    return found
 
 
 def context_length(config: dict[str, Any]) -> int:

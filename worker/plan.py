@@ -22,6 +22,9 @@ KV_PEAK = 1.5
 # mlx-lm's caches grow by so many tokens, so each row may have nearly as many that nobody asked for.
 KV_STEP = 256
 
+# Prompts worth keeping repeat within minutes: an eighth holds a few long ones and costs running rows little.
+PROMPT_CACHE_SHARE = 8
+
 # A worker that cannot hold one conversation of this length is of no use.
 SHORTEST_USEFUL = 1024
 
@@ -38,6 +41,7 @@ class Plan:
     weight_bytes: int
     kv_bytes_per_token: int
     cache_bytes: int
+    prompt_cache_bytes: int = 0
 
 
 def plan(
@@ -49,8 +53,13 @@ def plan(
     *,
     on_cpu: bool = False,
     cpu_weights: str = AUTO,
+    prompt_cache_bytes: int = 0,
 ) -> Plan:
-    """Divide the budget among `workers`. context 0: the model's own. Raises ConfigError saying how much is missing."""
+    """Divide the budget among `workers`. Raises ConfigError saying how much is missing.
+
+    context 0: the model's own. prompt_cache_bytes 0: an eighth of the share; either way no more than what one useful
+    conversation leaves.
+    """
     share = budget_bytes // workers
     context = min(context or facts.context, facts.context)
     precision = held_precision(cpu_weights, facts, share, on_cpu)
@@ -63,7 +72,8 @@ def plan(
             f"worker{'s' * (workers > 1)} is {_size(share)}: {_size(least - share)} too little; "
             "raise MILLPOND_MEMORY_BUDGET or lower MILLPOND_WORKERS"
         )
-    slots, kv_tokens = _divided(slots, context, share - weights - OVERHEAD_BYTES, per_token)
+    prompt_cache = min(prompt_cache_bytes or share // PROMPT_CACHE_SHARE, share - least)
+    slots, kv_tokens = _divided(slots, context, share - weights - OVERHEAD_BYTES - prompt_cache, per_token)
     return Plan(
         workers=workers,
         slots=slots,
@@ -73,6 +83,7 @@ def plan(
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
         cache_bytes=OVERHEAD_BYTES // 4,
+        prompt_cache_bytes=prompt_cache,
     )
 
 
@@ -100,8 +111,10 @@ def _divided(slots: int, context: int, room_bytes: int, per_token: int) -> tuple
     if not per_token:
         return slots, slots * context
     tokens = int(room_bytes / (KV_PEAK * per_token))
-    # No more rows than could all be longer than what their last step of the cache wastes.
-    slots = max(1, min(slots, tokens // (2 * KV_STEP)))
+    # No more rows than could all be longer than what their last step of the cache wastes, nor so many that this waste
+    # leaves no room for one useful conversation.
+    useful = min(context, SHORTEST_USEFUL)
+    slots = max(1, min(slots, tokens // (2 * KV_STEP), (tokens - useful) // KV_STEP))
     return slots, min(tokens - slots * KV_STEP, slots * context)
 
 

@@ -47,6 +47,7 @@ def divide(chosen: WorkerSettings) -> tuple[Supervision, dict[str, Share]]:
                 context,
                 on_cpu=machine["backend"] == device.CPU,
                 cpu_weights=chosen.cpu_weights,
+                prompt_cache_bytes=chosen.prompt_cache_bytes,
             )
         names = [f"{model.name}-{number}" for number in range(count)]
         supervision.plan(ModelRecord(model.name, planned.slots, context, planned.kv_tokens), names)
@@ -66,6 +67,8 @@ def _environment(
         "kv_tokens": str(planned.kv_tokens),
         "memory_share": str(planned.share_bytes),
         "cpu_weights": planned.precision,
+        # 0 would mean auto, and the plan may have left nothing.
+        "prompt_cache_bytes": str(max(1, planned.prompt_cache_bytes)),
     }
     environment = {settings.environment_name(key): value for key, value in own.items()}
     if chosen.engine != "scripted":

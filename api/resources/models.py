@@ -10,7 +10,7 @@ import falcon.asgi
 
 from api.broker_link import BrokerLink
 from api.responses import model_not_found
-from api.served import ServedModel
+from api.served import ServedModel, find
 from common.errors import ServingError
 
 # A list without workers' details is better than one that waits for a broker that has gone.
@@ -25,16 +25,15 @@ class Models:
         self._link = link
 
     async def on_get(self, req: falcon.asgi.Request, resp: falcon.asgi.Response, name: str = "") -> None:
-        if name and name not in self._models:
+        model = find(self._models, name)
+        if name and model is None:
             raise model_not_found(name, sorted(self._models))
         known = await self._known()
-        if name:
-            resp.media = self._entry(self._models[name], known.get(name, {}))
+        if model is not None:
+            resp.media = self._entry(model, known.get(model.name, {}))
         else:
-            resp.media = {
-                "object": "list",
-                "data": [self._entry(m, known.get(m.name, {})) for m in self._models.values()],
-            }
+            entries = [self._entry(one, known.get(one.name, {})) for one in self._models.values()]
+            resp.media = {"object": "list", "data": entries}
 
     async def _known(self) -> dict[str, dict[str, Any]]:
         try:

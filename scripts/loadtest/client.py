@@ -111,7 +111,11 @@ class Client:
         raw = socket.socket(family, kind)
         raw.setblocking(False)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
-        await loop.sock_connect(raw, address)
+        try:
+            await loop.sock_connect(raw, address)
+        except OSError:
+            raw.close()
+            raise
         name = target.host if target.tls else None
         _, connection = await loop.create_connection(
             lambda: _Connection(self), sock=raw, ssl=target.tls, server_hostname=name

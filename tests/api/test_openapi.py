@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from api import normalize, normalize_completion, openapi, routes
+from api.resources.pool import complete
 from api.responses import RequestError
 from tests.api.conftest import Server
 
@@ -74,12 +75,55 @@ def test_every_field_that_normalization_knows_is_described() -> None:
     assert set(schemas["CompletionRequest"]["properties"]) == normalize_completion.KNOWN | normalize.EXEMPT
 
 
+def test_a_worker_that_has_not_reported_has_every_kind_of_memory_in_the_pool() -> None:
+    silent, told = {"name": "a", "memory": {}}, {"name": "b", "memory": {"active": 5, "wired": 1}}
+    workers = complete({"workers": [silent, told], "epoch": "e"})["workers"]
+    assert workers[0] == {"name": "a", "memory": {"active": 0, "cache": 0, "peak": 0, "budget": 0}}
+    assert workers[1]["memory"] == {"active": 5, "cache": 0, "peak": 0, "budget": 0, "wired": 1}
+
+
 def test_keys_and_strictness_are_described_where_they_are_set() -> None:
     guarded = openapi.document(strict=True, keys_needed=True)
     assert guarded["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     assert guarded["security"] and guarded["paths"]["/health"]["get"]["security"] == []
     assert "401" in guarded["paths"]["/v1/pool"]["get"]["responses"]
     assert "security" not in DOCUMENT and "401" not in DOCUMENT["paths"]["/v1/pool"]["get"]["responses"]
+
+
+BOUNDED = [
+    (route, name, schema)
+    for route, request in ((routes.CHAT, "ChatRequest"), (routes.COMPLETIONS, "CompletionRequest"))
+    for name, schema in DOCUMENT["components"]["schemas"][request]["properties"].items()
+    if isinstance(schema.get("type"), list) and {"integer", "number"} & {*schema["type"]}
+]
+
+
+@pytest.mark.parametrize(("route", "name", "schema"), BOUNDED, ids=lambda value: getattr(value, "path", None))
+def test_numbers_are_bounded_as_described(route: routes.Route, name: str, schema: dict[str, Any]) -> None:
+    step = 1 if "integer" in schema["type"] else 1e-6
+    least = {"model": "m", "logprobs": True, "messages": [{"role": "user", "content": "x"}]}
+    if route is routes.COMPLETIONS:
+        least = {"model": "m", "prompt": "x"}
+
+    def taken(value: float) -> bool:
+        try:
+            NORMALIZERS[route](least | {name: value})
+        except RequestError as error:
+            assert error.param == name
+            return False
+        return True
+
+    if "minimum" in schema:
+        assert taken(schema["minimum"]) and not taken(schema["minimum"] - step)
+    elif "exclusiveMinimum" in schema:
+        assert taken(schema["exclusiveMinimum"] + step) and not taken(schema["exclusiveMinimum"])
+    else:
+        assert taken(-(10**30))
+    if "maximum" in schema:
+        past = schema["maximum"] + 1 if step == 1 else schema["maximum"] * (1 + step)
+        assert taken(schema["maximum"]) and not taken(past)
+    else:
+        assert taken(10**30)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from api import served
 from api.resources.replies import header_text, ignored_header
 from api.routes import find, normal_path
 from api.served import context_length, read_model, sampling_defaults
@@ -54,6 +55,19 @@ def test_what_a_request_gives_wins_over_the_defaults(tiny_model: Path, tmp_path:
     model = read_model(ModelChoice("tiny", str(tiny_model)))
     given = {"temperature": 0.0, "seed": 3, "logit_bias": {1: 2.0}}
     assert model.sampling(given) == Sampling(temperature=0.0, seed=3, logit_bias={1: 2.0})
+
+
+def test_a_model_is_known_by_its_folders_name_and_without_its_owner(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(tiny_model)
+    choices = [ModelChoice("org/pond", str(tiny_model)), ModelChoice("sea", str(tmp_path / "other"))]
+    models = {choice.name: read_model(choice) for choice in choices}
+    named = {name: served.find(models, name) for name in ("org/pond", "pond", "tiny", "sea", "other", "", "org")}
+    assert {name: model and model.name for name, model in named.items()} == {
+        **{"org/pond": "org/pond", "pond": "org/pond", "tiny": "org/pond"},
+        **{"sea": "sea", "other": "sea", "": None, "org": None},
+    }
+    models["his/pond"] = read_model(ModelChoice("his/pond", str(tiny_model)))
+    assert served.find(models, "pond") is None, "two could be meant"
 
 
 def test_a_bad_folder_is_a_config_error(tiny_model: Path, tmp_path: Path) -> None:

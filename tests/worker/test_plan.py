@@ -6,7 +6,17 @@ import pytest
 
 from common.errors import ConfigError
 from worker.model_files import ModelFacts
-from worker.plan import FLOAT32, KEEP, KV_PEAK, KV_STEP, OVERHEAD_BYTES, held_precision, plan
+from worker.plan import (
+    FLOAT32,
+    KEEP,
+    KV_PEAK,
+    KV_STEP,
+    OVERHEAD_BYTES,
+    PROMPT_CACHE_SHARE,
+    SHORTEST_USEFUL,
+    held_precision,
+    plan,
+)
 
 MIB, GIB = 2**20, 2**30
 
@@ -85,3 +95,16 @@ def test_a_wanted_context_bounds_the_cache_and_never_exceeds_the_models() -> Non
 def test_a_model_whose_cache_is_unknown_gets_what_its_slots_ask_for() -> None:
     made = plan(64 * GIB, replace(FACTS, kv_values_per_token=0, estimated=True), 1, 4)
     assert made.kv_tokens == 4 * 8192
+
+
+def test_the_prompt_cache_is_part_of_the_share() -> None:
+    small, large = (plan(4 * GIB, FACTS, 1, 16, prompt_cache_bytes=size) for size in (1, 2 * GIB))
+    assert large.prompt_cache_bytes == 2 * GIB and large.kv_tokens < small.kv_tokens
+    for made in (small, large, plan(4 * GIB, FACTS, 1, 16)):
+        kv = KV_PEAK * (made.kv_tokens + made.slots * KV_STEP) * made.kv_bytes_per_token
+        assert made.weight_bytes + OVERHEAD_BYTES + made.prompt_cache_bytes + kv <= made.share_bytes
+    assert plan(4 * GIB, FACTS, 1, 16).prompt_cache_bytes == 4 * GIB // PROMPT_CACHE_SHARE
+
+
+def test_a_prompt_cache_never_takes_the_room_of_the_last_conversation() -> None:
+    assert plan(4 * GIB, FACTS, 1, 16, prompt_cache_bytes=100 * GIB).kv_tokens >= SHORTEST_USEFUL

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-mx = pytest.importorskip("mlx.core")
+import mlx.core as mx
 
 from common.generation import Sampling  # noqa: E402
 from worker.engines.sampling import Draw, RowLogits, SeededDraw, changes_logits, draw, greedy, is_greedy  # noqa: E402

@@ -31,16 +31,13 @@ from worker.engines.prompt_cache import PromptCache
 from worker.engines.text import Texts, TextStream
 from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
-from worker.plan import AUTO, held_precision, kv_bytes_per_token
+from worker.plan import AUTO, PROMPT_CACHE_SHARE, held_precision, kv_bytes_per_token
 
 LANE = "batched"
 ABILITIES = ("sampling", "seed", "penalties", "logit_bias", "logprobs", "grammar")
 
 # Buffers of shapes that no longer occur pile up in mlx's cache; clearing costs a new allocation or two.
 STEPS_BETWEEN_CLEARS = 256
-
-# What of its memory a worker gives to prompts already read, where the operator does not say.
-PROMPT_CACHE_SHARE = 8
 
 
 @dataclass
