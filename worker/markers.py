@@ -11,7 +11,7 @@ from worker.stop_matcher import StopMatcher
 
 
 class Seeker:
-    """Finds one marker; after it, a new seeker takes the rest."""
+    """Finds one marker; after it, or after flush(), a new seeker takes the rest."""
 
     def __init__(self, markers: Collection[str]) -> None:
         self._matcher = StopMatcher(tuple(markers))
@@ -29,10 +29,8 @@ class Seeker:
         if marker is None:
             self._held = whole - len(before)
             return before, "", ""
-        self._held = 0
         return before, marker, text[len(text) - (whole - len(before) - len(marker)) :]
 
     def flush(self) -> str:
         """No more text comes, or another seeker takes it: what was held."""
-        self._held = 0
         return self._matcher.flush()

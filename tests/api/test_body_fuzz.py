@@ -112,7 +112,8 @@ def test_any_object_is_taken_or_refused(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_at_its_edges_is_taken_or_refused(field: str) -> None:
-    for value in [*EDGES, "", "\ud83d", [], {}, [[]], [{}], {"type": []}, ["\ud83d"], {"\ud83d": 1}, [1, 2**31], [2**63]]:
+    containers = [[], {}, [[]], [{}], {"type": []}, ["\ud83d"], {"\ud83d": 1}, [1, 2**31], [2**63]]
+    for value in [*EDGES, *ODD, *containers]:
         for _, least in ROUTES:
             checked(json.dumps(least | {field: value}).encode())
 

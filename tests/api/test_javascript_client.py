@@ -94,8 +94,9 @@ def client_folder() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "node_modules" / "openai" / "package.json").is_file():
-            command = [NPM or "npm", "install", CLIENT, "--ignore-scripts", "--no-audit", "--no-fund"]
-            subprocess.run([*command, "--prefix", str(folder)], cwd=folder, check=True, timeout=110, capture_output=True)
+            command = [NPM or "npm", "install", CLIENT, "--prefix", str(folder)]
+            quietly = ["--ignore-scripts", "--no-audit", "--no-fund"]
+            subprocess.run([*command, *quietly], cwd=folder, check=True, timeout=110, capture_output=True)
     return folder
 
 

@@ -96,7 +96,8 @@ def test_the_async_client_tries_a_full_server_again(server: Server, broker: Fake
     async def ask() -> str:
         base = f"http://127.0.0.1:{server.port}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=2) as ai:
-            stream = await ai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+            asked = {"model": "tiny", "messages": MESSAGES, "stream": True}
+            stream = await ai.chat.completions.create(**asked)  # type: ignore[call-overload]
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
 
     broker.script = full_once

@@ -1,4 +1,4 @@
-"""The hand-written rows of fixtures/chat: request bodies and what they mean, replies and what JSON mode makes of them."""
+"""The hand-written rows of fixtures/chat: bodies and what they mean, replies and what JSON mode makes of them."""
 
 import dataclasses
 import json

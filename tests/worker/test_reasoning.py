@@ -98,12 +98,14 @@ def test_a_block_that_cannot_be_a_call_is_given_up_at_its_first_character() -> N
     markup = Markup("<t>", "</t>", "[c]", "[/c]", form=CallForm("{", TAGGED_JSON.head, TAGGED_JSON.tail))
     for text, expected in (
         ("[c] {x[/c]", "<< {x>>"),
+        ("[c]\n\tx", "<<~~\n\tx"),
+        ("[c]\n\tENDx", "<<~~"),
         ("[c] x<t>y", "<< ~~x(y)"),
         ("[c][/c]x", "<<~~[/c]x"),
         ("<t>[c] x</t>y", "<< ~~(x)y"),
     ):
         for pieces in cuts(text):
-            assert shown(split(markup, pieces, tools=True)) == expected, pieces
+            assert shown(split(markup, pieces, ["\n\tEND"], tools=True)) == expected, pieces
 
 
 def test_headers_decide_and_are_not_shown() -> None:

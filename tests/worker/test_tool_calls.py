@@ -209,6 +209,7 @@ def test_name_and_arguments_leave_while_the_block_is_open() -> None:
         ('{"arguments": {"a": 1}, "name": "look"}', ("look", {"a": 1})),
         ('{"name": "look", "arguments": "{\\"a\\": 1}"}', ("look", {"a": 1})),
         ('{"name": "look", "parameters": {"a": 1}}', ("look", {"a": 1})),
+        ('{"name": "other", "parameters": {"a": 1}}', ("other", {"a": 1})),
         ('{"name": "look", "arguments": {"a": 1}}}}\n', ("look", {"a": 1})),
     ],
 )
