@@ -24,7 +24,7 @@ def warm_up(engine: Engine) -> None:
         for row, sampling in enumerate(settings):
             # Two lengths in one batch are padded, which is other code than one.
             prompt = [0] * (3 + 5 * row)
-            request = GenerationRequest(prompt, 3 + row, sampling, top_logprobs=number)
+            request = GenerationRequest(prompt, 2 + row, sampling, top_logprobs=number)
             engine.start(RequestId(bytes([number, row])), request)
         while engine.busy:
             engine.step()
