@@ -77,20 +77,37 @@ class Loop:
         poller.poll(max(0, int((wake_at - self._clock()) * 1000) + 1))
 
     def _drain(self, socket: zmq.Socket, *, front: bool) -> None:
-        for _ in range(DRAIN):
-            frames = sockets.receive(socket)
-            if frames is None:
-                return
+        messages = []
+        while len(messages) < DRAIN and (frames := sockets.receive(socket)) is not None:
+            messages.append(frames)
+        # Sends that follow each other wake libzmq's I/O thread once, lone ones each time; so what is only to be relayed is
+        # kept until something else is to be done, and its order stays.
+        relays: list[tuple[PeerId, bytes, bytes]] = []
+        for frames in messages:
             now = self._clock()
             peer = PeerId(frames[0])
             try:
                 envelope, payload = sockets.envelope_and_payload(frames[1:])
             except ProtocolError as error:
+                self._relay(relays)
                 self._carry_out(self._switchboard.malformed_frames(peer, str(error), now), peer, b"", b"", now)
                 continue
             effects = self._switchboard.receive(front, peer, envelope, payload, now)
-            if effects:
+            if len(effects) == 1 and type(effects[0]) is Relay:
+                relays.append((effects[0].peer, envelope, payload))
+            elif effects:
+                self._relay(relays)
                 self._carry_out(effects, peer, envelope, payload, now)
+        self._relay(relays)
+
+    def _relay(self, relays: list[tuple[PeerId, bytes, bytes]]) -> None:
+        """Send what was kept, in order, and empty the list."""
+        for peer, envelope, payload in relays:
+            now = self._clock()
+            failed = self._send(self._front, peer, None, envelope, payload, now)
+            if failed:
+                self._carry_out(failed, None, b"", b"", now)
+        relays.clear()
 
     def _carry_out(
         self, effects: list[Effect], sender: PeerId | None, envelope: bytes, payload: bytes, now: float

@@ -5,6 +5,7 @@ start is counted from the birth of gunicorn's master to its first answer of any 
 """
 
 import http.client
+import os
 import sys
 import time
 from pathlib import Path
@@ -87,7 +88,5 @@ def age_s(process: psutil.Process) -> float:
     if sys.platform != "linux":
         return time.time() - process.create_time()
     # psutil's create_time is only as exact as the boot time in /proc/stat, which is whole seconds.
-    import os
-
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

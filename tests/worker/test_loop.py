@@ -267,11 +267,14 @@ def test_leaving_with_nothing_to_do_is_clean() -> None:
 
 
 def test_the_step_age_counts_from_the_last_finished_step() -> None:
-    stage = Stage([Committed(A, 5, "x")], [Ended(A, "stop")])
+    stage = Stage([Committed(A, 5, "x")], [Committed(A, 5, "x")], [Ended(A, "stop")])
     stage.work()
     stage.now = 5.0
     stage.turns()
     assert stage.vitals.busy_since == 5.0 and stage.vitals.running == 1
+    stage.now = 6.0
+    stage.turns()
+    assert stage.vitals.busy_since == 6.0
     stage.now = 9.0
     stage.turns()
     assert stage.vitals.busy_since is None and stage.vitals.running == 0
@@ -390,6 +393,11 @@ def test_a_row_is_released_once_on_every_way_out() -> None:
     stage.link.inbox.put(Halt(2, A, 1))
     stage.turns()
     assert stage.engine.cancelled == [A] and len(stage.sent(Done)) == 2
+    stage.engine.steps.append([])
+    stage.work(session=2)
+    stage.turns()
+    (seat,) = stage.loop._running.values()
+    assert [stage.loop._release(seat), stage.loop._release(seat)] == ["", ""] and stage.engine.cancelled == [A, A]
 
 
 def test_an_error_while_releasing_is_told_beside_the_end_and_the_engine_is_rebuilt() -> None:
