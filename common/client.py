@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import msgspec
 import zmq
 
 from common import __version__, sockets
@@ -100,10 +99,6 @@ class Peer:
     def socket(self) -> zmq.Socket:
         """The socket, for a zmq.Poller."""
         return self._socket
-
-    def greet_as(self, worker: WorkerFacts) -> None:
-        """What the next HELLO says of this worker."""
-        self.greeting = msgspec.structs.replace(self.greeting, worker=worker)
 
     def send(self, message: Message, payload: bytes = b"") -> bool:
         """Hand a message over. False: there is no live session (any more); Dropped comes from the next pump()."""

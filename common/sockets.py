@@ -5,7 +5,6 @@ Every ROUTER is mandatory and every send is DONTWAIT, because a default ROUTER d
 that is not there. Contexts must be made after fork: pyzmq's are not usable across it (pyzmq issue 1307).
 """
 
-import errno
 import secrets
 
 import zmq
@@ -94,8 +93,3 @@ def envelope_and_payload(frames: list[bytes]) -> tuple[bytes, bytes]:
 def readable(socket: zmq.Socket) -> bool:
     """Whether a message waits. Reading this also clears the descriptor's edge: drain after every True."""
     return bool(_Raw.get(socket, _EVENTS) & _READABLE)
-
-
-def address_in_use(error: zmq.ZMQError) -> bool:
-    """Whether a bind failed because somebody else has the address."""
-    return error.errno == errno.EADDRINUSE

@@ -160,10 +160,6 @@ class Supervision:
                 child.state, child.restart_at = "backoff", now
         return effects
 
-    def knows(self, target: str) -> bool:
-        """Whether a restart or stop of this would concern anybody."""
-        return target in ("", *self.children, *self.models)
-
     def tick(self, now: float) -> list[Effect]:
         """What is due to start."""
         if self.stopping:

@@ -1,6 +1,6 @@
 """The parts of mlx-lm 0.32.2 that have no promise of stability, behind names of our own.
 
-The only module that touches them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
+Only this module and markup.py touch them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
 changes. Must never know requests or text, nor when a prompt is read (worker/engines/batch.py). Invariant: what mlx-lm
 does by itself and we do not want (a wired limit, token lists changed in place, a softmax nobody asked for) stays
 inside.
