@@ -8,6 +8,11 @@ from common.ids import RequestId
 from worker.engine import Committed, Ended, Engine, Prefilled, Step
 
 
+def rid(number: int) -> RequestId:
+    """A request id that shows its number."""
+    return RequestId(number.to_bytes(16, "big"))
+
+
 @dataclass
 class Reply:
     """Everything that an engine gave for one request."""

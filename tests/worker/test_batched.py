@@ -16,7 +16,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, drain, run  # noqa: E402
+from tests.worker.driving import Reply, collect, drain, run, rid  # noqa: E402
 from worker.engine import Unsupported  # noqa: E402
 from worker.engines import sampling as sampling_module  # noqa: E402
 from worker.engines.batched import BatchedEngine, read_well_together  # noqa: E402
@@ -42,10 +42,6 @@ def engine(loaded: BatchedEngine) -> Iterator[BatchedEngine]:
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
-
-
-def rid(number: int) -> RequestId:
-    return RequestId(number.to_bytes(16, "big"))
 
 
 def prompt(number: int, length: int = 0) -> list[int]:

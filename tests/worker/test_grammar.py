@@ -12,7 +12,7 @@ jsonschema = pytest.importorskip("jsonschema")
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
 from common.json_schema import LARK, check_schema, forced_call  # noqa: E402
-from tests.worker.driving import Reply, run  # noqa: E402
+from tests.worker.driving import Reply, run, rid  # noqa: E402
 from worker.engines import grammar as grammar_module  # noqa: E402
 from worker.engines.batched import BatchedEngine  # noqa: E402
 from worker.engines.grammar import KEPT, BadGrammar, Grammars, RowGrammar, masked  # noqa: E402
@@ -49,10 +49,6 @@ def engine(loaded: BatchedEngine) -> Iterator[BatchedEngine]:
 @pytest.fixture(scope="module")
 def grammars(tiny_model: Path, loaded: BatchedEngine) -> Grammars:
     return loaded._grammars
-
-
-def rid(number: int) -> RequestId:
-    return RequestId(number.to_bytes(16, "big"))
 
 
 def asked(grammar: str, sampling: Sampling = GREEDY, max_tokens: int = 80, number: int = 0) -> GenerationRequest:

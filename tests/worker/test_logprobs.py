@@ -10,16 +10,12 @@ mx = pytest.importorskip("mlx.core")
 
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import run  # noqa: E402
+from tests.worker.driving import run, rid  # noqa: E402
 from worker.engines.batched import BatchedEngine  # noqa: E402
 
 # Products of other shapes are summed in other orders. On the tiny model in float32, whose logits reach 40, that made no
 # difference with mlx's reference BLAS and 1.5e-5 at most with OpenBLAS.
 LARGEST = 1e-4
-
-
-def rid(number: int) -> RequestId:
-    return RequestId(number.to_bytes(16, "big"))
 
 
 def test_they_are_those_of_a_direct_forward_pass(tiny_model: Path) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache  # noqa: E402
 
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, drain, run  # noqa: E402
+from tests.worker.driving import Reply, collect, drain, run, rid  # noqa: E402
 from worker.engine import Prefilled  # noqa: E402
 from worker.engines import mlx_lm_0_32  # noqa: E402
 from worker.engines.batched import BatchedEngine  # noqa: E402
@@ -134,10 +134,6 @@ def loaded(tiny_model: Path) -> BatchedEngine:
 def engine(loaded: BatchedEngine) -> Iterator[BatchedEngine]:
     yield loaded
     loaded.rebuild()
-
-
-def rid(number: int) -> RequestId:
-    return RequestId(number.to_bytes(16, "big"))
 
 
 def request(prompt: list[int], sampling: Sampling = GREEDY, **options: Any) -> GenerationRequest:

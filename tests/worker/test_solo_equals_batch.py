@@ -17,7 +17,7 @@ mx = pytest.importorskip("mlx.core")
 
 from common.generation import GenerationRequest, Sampling  # noqa: E402
 from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, run  # noqa: E402
+from tests.worker.driving import Reply, collect, run, rid  # noqa: E402
 from worker.engine import Prefilled  # noqa: E402
 from worker.engines import mlx_lm_0_32  # noqa: E402
 from worker.engines.batch import Batch  # noqa: E402
@@ -42,10 +42,6 @@ def loaded(tiny_model: Path) -> BatchedEngine:
 def engine(loaded: BatchedEngine) -> Iterator[BatchedEngine]:
     yield loaded
     loaded.rebuild()
-
-
-def rid(number: int) -> RequestId:
-    return RequestId(number.to_bytes(16, "big"))
 
 
 # Heads that several prompts share, so that some of them are cache hits.
