@@ -264,6 +264,36 @@ def test_json_mode_is_left_to_the_grammar_where_there_is_one(server: Server, bro
     assert broker.requests.popitem()[1].grammar == '{"type":"object"}'
 
 
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+def json_schema(schema: object, **more: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
+@pytest.mark.slow
+def test_what_of_a_schema_no_grammar_enforces_is_listed_or_refused(server: Server, broker: FakeBroker) -> None:
+    broker.snapshot["models"][0]["abilities"] = ["grammar"]  # type: ignore[index]
+    broker.script = answer("[1]")
+    wait_until(lambda: "x-millpond-ignored" in server.chat(response_format=json_schema(SCHEMA))[1])
+    _, headers, _ = server.chat(response_format=json_schema(SCHEMA), surprise=1)
+    assert headers["x-millpond-ignored"] == "surprise, response_format.uniqueItems"
+    assert json.loads(broker.requests.popitem()[1].grammar) == SCHEMA
+    status, _, reply = server.chat(response_format=json_schema(SCHEMA, strict=True))
+    assert (status, reply["error"]["param"]) == (400, "response_format") and "uniqueItems" in reply["error"]["message"]
+    assert server.chat(response_format=json_schema({"type": "integer"}, strict=True))[0] == 200
+    broker.wait_for(Release)
+
+
+@pytest.mark.parametrize("schema", [{"type": "wrong"}, {"$ref": "#/nowhere"}, {"pattern": "(?=a)b", "type": "string"}])
+def test_a_schema_that_is_none_is_refused_by_every_model(server: Server, broker: FakeBroker, schema: object) -> None:
+    status, _, reply = server.chat(response_format=json_schema(schema))
+    assert (status, reply["error"]["param"], reply["error"]["type"]) == (
+        400, "response_format", "invalid_request_error",
+    )  # fmt: skip
+    broker.wait_for(Release)
+
+
 def test_unknown_fields_are_listed_and_known_ones_refused(server: Server) -> None:
     status, headers, _ = server.chat(user="me", surprise=1, **{"naïve": 2})
     assert (status, headers["x-millpond-ignored"]) == (200, "user, surprise, na%C3%AFve")
