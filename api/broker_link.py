@@ -141,8 +141,9 @@ class BrokerLink:
 
     def trace(self, tickets: Sequence[Ticket], marks: list[tuple[str, float]]) -> None:
         """Leave this request's marks with the broker. Without one they are lost, as its own are."""
-        payload = pack_marks(marks)
-        for ticket in tickets:
+        placed = [ticket for ticket in tickets if ticket.placed]
+        payload = pack_marks(marks) if placed else b""
+        for ticket in placed:
             self._send(TraceMarks(ticket.id), payload)
 
     def cut_all(self) -> int:

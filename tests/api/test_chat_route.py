@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.envelope import Cancel, Message, Release, Reserve, Submit
+from common.envelope import Cancel, Message, Release, Reserve, Submit, TraceMarks
 from common.generation import CONTENT, REASONING, Piece
 from common.outcomes import Outcome
 from tests.api.conftest import Server, chat_body, events, http_request, read_all, read_until, wait_until
@@ -202,6 +202,16 @@ def test_a_silent_stream_gets_comments(server: Server, broker: FakeBroker) -> No
     broker.script = start_and_wait()
     with server.open_chat(stream=True) as connection:
         read_until(connection, b": keep-alive\n\n")
+
+
+def test_only_what_got_a_place_leaves_marks_with_the_broker(server: Server, broker: FakeBroker) -> None:
+    broker.script = reject(Outcome.QUEUE_FULL, 1000)
+    assert server.chat()[0] == 529
+    (refused,) = broker.wait_for(Reserve)
+    broker.script = answer("yes")
+    assert server.chat()[0] == 200
+    (marks,) = broker.wait_for(TraceMarks)
+    assert marks.request not in refused.requests and broker.count(TraceMarks) == 1
 
 
 def test_a_retried_attempt_starts_again_without_a_trace(server: Server, broker: FakeBroker) -> None:
