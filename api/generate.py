@@ -106,7 +106,7 @@ class Generation:
         line.model, line.stream = model.name, stream
         line.exchange = exchange = Exchange(self.link, count)
         line.mark("parsed")
-        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name)
+        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name, line.key.weight)
         line.mark("place held")
         if fingerprint not in ("", model.fingerprint):
             raise ServingError(Outcome.STALE_MODEL)
