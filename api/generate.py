@@ -99,8 +99,10 @@ class Generation:
         return exchange, texts
 
     async def _reserve(
-        self, count: int, priority: int, stream: bool, model: ServedModel, line: RequestLine
+        self, count: int, priority: int | None, stream: bool, model: ServedModel, line: RequestLine
     ) -> Exchange:
+        if priority is None:
+            priority = min(0, line.key.max_priority)
         if priority > line.key.max_priority:
             raise refuse("priority", f"priority may be at most {line.key.max_priority} with this key")
         line.model, line.stream = model.name, stream

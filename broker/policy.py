@@ -65,7 +65,14 @@ def choose_worker(workers: Iterable[Worker], request: Request, readers: Collecti
     if idlest is None or not readers:
         return idlest
     reader = min((w for w in able if w.peer in readers), key=_load, default=idlest)
-    return reader if _load(reader)[0] <= _load(idlest)[0] + PREFIX_MARGIN else idlest
+    return reader if _near_enough(reader, idlest) else idlest
+
+
+def _near_enough(reader: Worker, idlest: Worker) -> bool:
+    # Nobody stands idle while a reader has company; two rows on one worker and none on the other waste half the machine.
+    if len(reader.leases) <= 1:
+        return True
+    return bool(idlest.leases) and _load(reader)[0] <= _load(idlest)[0] + PREFIX_MARGIN
 
 
 def _load(worker: Worker) -> tuple[float, int]:

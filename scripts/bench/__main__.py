@@ -22,6 +22,7 @@ MODULES = {
     "startup": "startup",
     "end_to_end": "end_to_end",
     "streams": "streams",
+    "prefix": "prefix",
 }
 
 

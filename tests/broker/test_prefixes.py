@@ -59,8 +59,10 @@ def test_a_reader_is_preferred_until_it_is_too_busy() -> None:
         assert found is not None
         return found.peer
 
-    assert chosen(2, 0, readers=(A,)) == A
-    assert chosen(3, 0, readers=(A,)) == B
-    assert chosen(2, 1, 0, readers=(A, B)) == B
-    assert chosen(8, 0, readers=(A,)) == B
+    assert chosen(1, 0, readers=(A,)) == A
+    assert chosen(2, 0, readers=(A,)) == B
+    assert chosen(3, 1, readers=(A,)) == A
+    assert chosen(4, 1, readers=(A,)) == B
+    assert chosen(4, 2, 3, readers=(A, C)) == C
+    assert chosen(8, 7, readers=(A,)) == B
     assert chosen(1, 0, readers=()) == chosen(1, 0, readers=(C,)) == B
