@@ -112,9 +112,11 @@ class BrokerLink:
         except TimeoutError:
             raise ServingError(Outcome.BROKER_LOST) from None
 
-    def reserve(self, tickets: Sequence[Ticket], label: str, model: str, priority: int, key: str) -> None:
+    def reserve(
+        self, tickets: Sequence[Ticket], label: str, model: str, priority: int, key: str, weight: float
+    ) -> None:
         """Ask for one place per ticket. Raises ServingError when there is no broker to ask."""
-        message = Reserve([ticket.id for ticket in tickets], label, model, priority, key)
+        message = Reserve([ticket.id for ticket in tickets], label, model, priority, key, weight)
         if not self._send(message):
             raise ServingError(Outcome.BROKER_LOST)
         self._tickets.update((ticket.id, ticket) for ticket in tickets)

@@ -106,14 +106,16 @@ class Generation:
         return exchange, texts
 
     async def _reserve(
-        self, count: int, priority: int, stream: bool, model: ServedModel, line: RequestLine
+        self, count: int, priority: int | None, stream: bool, model: ServedModel, line: RequestLine
     ) -> Exchange:
+        if priority is None:
+            priority = min(0, line.key.max_priority)
         if priority > line.key.max_priority:
             raise refuse("priority", f"priority may be at most {line.key.max_priority} with this key")
         line.model, line.stream = model.name, stream
         line.exchange = exchange = Exchange(self.link, count)
         line.mark("parsed")
-        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name)
+        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name, line.key.weight)
         line.mark("place held")
         if fingerprint not in ("", model.fingerprint):
             raise ServingError(Outcome.STALE_MODEL)

@@ -23,6 +23,7 @@ MODULES = {
     "end_to_end": "end_to_end",
     "streams": "streams",
     "peers": "peers",
+    "prefix": "prefix",
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from api.exchange import prefix_hashes
 from common.envelope import Cancel, Message, Release, Reserve, Submit, TraceMarks
 from common.generation import CONTENT, REASONING, Piece
 from common.outcomes import Outcome
@@ -60,7 +61,8 @@ def test_a_stream_has_role_content_finish_usage_and_done(server: Server) -> None
 
 
 def test_the_request_reaches_the_worker_as_the_client_meant_it(server: Server, broker: FakeBroker) -> None:
-    server.chat(max_tokens=5, temperature=0.5, seed=11, stop=["x"], priority=3, n=2)
+    long = [{"role": "user", "content": "hello " * 100}]
+    server.chat(messages=long, max_tokens=5, temperature=0.5, seed=11, stop=["x"], priority=3, n=2)
     (reserve,) = broker.wait_for(Reserve)
     assert (reserve.model, reserve.priority, len(reserve.requests)) == ("tiny", 3, 2)
     submits = broker.wait_for(Submit, 2)
@@ -69,7 +71,7 @@ def test_the_request_reaches_the_worker_as_the_client_meant_it(server: Server, b
     assert requests[0].max_tokens == 5 and requests[0].stop == ["x"]
     assert (requests[0].sampling.temperature, requests[0].sampling.seed) == (0.5, 11)
     assert submits[0].prompt_tokens == len(requests[0].prompt) > 0
-    assert submits[0].prefix and submits[0].prefix == submits[1].prefix
+    assert submits[0].prefix == submits[1].prefix == prefix_hashes(requests[0].prompt) != b""
 
 
 def test_max_tokens_are_clamped_to_the_room_in_the_context(server: Server, broker: FakeBroker) -> None:
