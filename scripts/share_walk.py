@@ -161,11 +161,10 @@ class ShareWalk:
         client.state = "over"
         self.outcomes[how] += 1
 
-    def act(self, event: "object", chosen_from: dict[str, list[Request]] | None = None) -> list[Effect]:
-        """Carry effects out; every dispatch is judged by who waited just before it."""
-        effects: list[Effect] = event  # type: ignore[assignment]
+    def act(self, effects: list[Effect], before: dict[str, list[Request]] | None = None) -> None:
+        """Carry effects out; every dispatch is judged by who waited before it, where that is known."""
         self.deliver(effects)
-        before = self.waiting() if chosen_from is None else chosen_from
+        before = before or {}
         for effect in effects:
             if isinstance(effect, ToWorker) and isinstance(effect.message, Dispatch):
                 id = effect.message.request
@@ -174,7 +173,6 @@ class ShareWalk:
                     self.dispatched(id, before)
                     before = {key: left for key, all_ in before.items() if (left := [r for r in all_ if r.id != id])}
         self.look()
-        return effects
 
     def ask(self) -> None:
         flood = self.flooder is not None and self.random.random() < 0.8

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from api.exchange import prefix_hashes
-from common.envelope import Cancel, Message, Release, Reserve, Submit, TraceMarks
+from common.envelope import Cancel, Message, Rejected, Release, Reserve, Submit, TraceMarks
 from common.generation import CONTENT, REASONING, Piece
 from common.outcomes import Outcome
 from tests.api.conftest import Server, chat_body, events, http_request, read_all, read_until, wait_until
@@ -125,6 +125,26 @@ def test_a_refused_place_is_a_real_status_for_streams_too(
         assert got == status
         assert (reply["error"]["type"], reply["error"]["code"]) == (kind, code)
         assert headers.get("retry-after") == ("4" if status >= 500 else None)
+
+
+@pytest.mark.parametrize("while_rendering", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_place_given_to_another_key_is_a_529_with_advice(
+    server: Server, broker: FakeBroker, while_rendering: bool, stream: bool
+) -> None:
+    def script(broker: FakeBroker, message: Message, payload: bytes) -> None:
+        only_reserve(broker, message, payload)
+        if isinstance(message, Reserve if while_rendering else Submit):
+            # The second of two: all of the request goes.
+            id = message.requests[1] if isinstance(message, Reserve) else message.request
+            broker.send(Rejected(id, Outcome.QUEUE_FULL, 3400))
+
+    broker.script = script
+    status, headers, reply = server.chat(stream=stream, n=2)
+    assert (status, reply["error"]["code"], headers["retry-after"]) == (529, "queue_full", "4")
+    # What the broker still holds of it is given back.
+    if while_rendering:
+        broker.wait_for(Release)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from broker import ledger, policy, shares, turns, waiting
+from broker import ledger, shares, turns, waiting
 from broker.records import Model
 from scripts import share_walk
 from scripts.random_walk import walk
@@ -105,14 +105,13 @@ def variant(before: str, after: str, where: types.ModuleType = ledger) -> type[l
     """The ledger with one change of its source, or of a module that it is made of."""
     assert inspect.getsource(where).count(before) >= 1, "the line is not there any more"
     made = {}
-    for original in (shares, turns, shares, waiting, ledger):
+    for original in (turns, shares, waiting, ledger):
         source = inspect.getsource(original)
         module = types.ModuleType(f"broken_{original.__name__}")
         exec(compile(source.replace(before, after) if original is where else source, module.__name__, "exec"), module.__dict__)
         made[original] = module
     for name in ("Ranks", "Turns"):
         setattr(made[waiting], name, getattr(made[turns], name))
-    made[ledger].policy = made[policy]
     made[ledger].WaitingLine = made[waiting].WaitingLine
     made[ledger].Model = lambda name, line: Model(name, line, queue=made[shares].Shares())
     return made[ledger].Ledger
