@@ -307,7 +307,7 @@ class Walk(Stage):
         self.ends: Counter[str] = Counter()
         self.number = 0
         self.hurt = False
-        self.least = 0
+        self.least, self.key = 0, ""
 
     def order(self) -> None:
         """Some change that the room allows once it is done."""
@@ -318,7 +318,7 @@ class Walk(Stage):
         names = [child.name for child in self.core.children.values() if not child.retiring]
         count = len(names)
         kind = self.random.choice(["roll", "swap", "grow", "shrink"])
-        key = f"{kind}{self.number}"
+        self.key = key = f"{kind}{self.number}/"
         if kind == "grow" and (count + 1) * 10 <= self.room:
             step = Step(QUESTION, seats("m", 1, key), [], {"m": count + 1}, "")
         elif kind == "shrink" and count > 1:
@@ -361,7 +361,8 @@ class Walk(Stage):
         if not self.hurt:
             spare = self.room >= 10 * (self.least + 1)
             assert len(serving) >= self.least - (not spare), "too few serve"
-            assert len(loading) <= 1 or not spare or self.least < len(children), "all load at once"
+            old = [child for child in serving if not child.seat.key.startswith(self.key)]
+            assert len(loading) <= 1 or not old or "grow" in self.key, "all load at once"
 
     def finish(self) -> None:
         assert self.end is not None, "over without a word"
