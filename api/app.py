@@ -30,7 +30,7 @@ from api.resources.tokenize import Detokenize, Tokenize
 from api.responses import RequestError
 from api.served import read_model
 from api.settings import ApiSettings
-from common import logs
+from common import changes, logs
 from common.runtime import runtime
 from common.settings import load
 
@@ -59,8 +59,9 @@ def create_app() -> MillpondApi:
 
 def build(settings: ApiSettings) -> MillpondApi:
     """The application for these settings. Raises ConfigError."""
-    models = {choice.name: read_model(choice) for choice in settings.model}
-    link = BrokerLink(runtime(settings.port, settings.runtime).front, f"api-{os.getpid()}")
+    place = runtime(settings.port, settings.runtime)
+    models = {choice.name: read_model(choice) for choice in changes.read(place).models(settings.model)}
+    link = BrokerLink(place.front, f"api-{os.getpid()}")
     threads = ThreadPoolExecutor(settings.prompt_threads, "prompt")
     lifecycle = Lifecycle(link.start, lambda: _stop(link, threads))
     generation = Generation(models, link, threads, settings.max_prompt)
@@ -74,7 +75,7 @@ def build(settings: ApiSettings) -> MillpondApi:
         routes.COMPLETIONS: Completions(generation, settings),
         routes.TOKENIZE: Tokenize(generation),
         routes.DETOKENIZE: Detokenize(generation),
-        routes.MODELS: (entries := Models(models, link)),
+        routes.MODELS: (entries := Models(generation.catalog, link)),
         routes.MODEL: entries,
         routes.HEALTH: Health(link),
         routes.READY: Ready(link, lifecycle),

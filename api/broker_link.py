@@ -33,6 +33,7 @@ from common.envelope import (
     Reserve,
     Reserved,
     Snapshot,
+    Stale,
     Started,
     Status,
     Submit,
@@ -129,7 +130,7 @@ class BrokerLink:
             raise ServingError(ticket.outcome or Outcome.BROKER_LOST, retry_after_s=ticket.retry_after_s)
         ticket.submitted()
 
-    def drop(self, tickets: Sequence[Ticket]) -> None:
+    def drop(self, tickets: Sequence[Ticket], outcome: Outcome = Outcome.CANCELLED) -> None:
         """Nobody waits for these any more: give back what the broker still holds for them."""
         self._asked.pop(tickets[0].id, None)
         held = [ticket for ticket in tickets if self._tickets.pop(ticket.id, None)]
@@ -139,7 +140,7 @@ class BrokerLink:
         for ticket in held:
             if ticket.state in ("submitted", "started"):
                 self._send(Cancel(ticket.id))
-            ticket.end(Outcome.CANCELLED)
+            ticket.end(outcome)
 
     def trace(self, tickets: Sequence[Ticket], marks: list[tuple[str, float]]) -> None:
         """Leave this request's marks with the broker. Without one they are lost, as its own are."""
@@ -239,6 +240,10 @@ class BrokerLink:
                 ticket.reserved(message)
         elif isinstance(message, Rejected):
             self._rejected(message)
+        elif isinstance(message, Stale):
+            ticket = self._tickets.get(RequestId(message.request))
+            if ticket is not None:
+                ticket.stale(message)
         elif isinstance(message, Snapshot):
             self._answer(message, payload)
 

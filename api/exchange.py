@@ -1,7 +1,8 @@
 """One client request's dealings with the broker: n tickets, their places, their waiting.
 
-The async shell round the tickets of one request. Knows phases and instants, not HTTP. Invariant: after close() the
-broker holds nothing for this request, whatever happened before.
+The async shell round the tickets of one request. Knows phases and instants, not HTTP, and of rendering only whom to ask
+when a swapped model makes it necessary again. Invariant: after close() the broker holds nothing for this request, whatever
+happened before.
 """
 
 import asyncio
@@ -9,10 +10,11 @@ import hashlib
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from api.broker_link import BrokerLink
 from api.ticket import Ticket
+from common import logs
 from common.errors import ServingError
 from common.generation import GenerationRequest
 from common.ids import ID_BYTES, RequestId
@@ -23,6 +25,10 @@ PREFIX_BLOCK = 64
 # Reached beyond a million tokens.
 MOST_HASHES = 64
 
+# Renders for the model with this fingerprint: a request for each ticket, and the fingerprint. Raises ServingError or what
+# makes an answer of its own.
+Render = Callable[[str], Awaitable[tuple[Sequence[GenerationRequest], str]]]
+
 
 class Exchange:
     """The tickets of one request."""
@@ -32,7 +38,11 @@ class Exchange:
         # A future by hand and not an Event: this is waited for at every token of every stream.
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
-        self.tickets = [Ticket(RequestId(secrets.token_bytes(ID_BYTES)), self.poke) for _ in range(count)]
+        self.tickets = [Ticket(RequestId(secrets.token_bytes(ID_BYTES)), self.poke, self._again) for _ in range(count)]
+        self.fingerprint = ""
+        self._render: Render | None = None
+        self._rendering: asyncio.Task[None] | None = None
+        self._render_error: Exception | None = None
         self.began_at = time.monotonic()
         self.submitted_at = self.accepted_at = 0.0
 
@@ -46,9 +56,10 @@ class Exchange:
         self._raise_failure()
         return self.tickets[0].fingerprint
 
-    def submit(self, requests: Sequence[GenerationRequest], fingerprint: str) -> None:
-        """Hand over the work, one request per ticket. Raises ServingError."""
+    def submit(self, requests: Sequence[GenerationRequest], fingerprint: str, render: Render) -> None:
+        """Hand over the work, one request per ticket; render: makes it again if it is sent back. Raises ServingError."""
         self._raise_failure()
+        self._render, self.fingerprint = render, fingerprint
         self.submitted_at = time.monotonic()
         prompt: list[int] | None = None
         for ticket, request in zip(self.tickets, requests, strict=True):
@@ -89,6 +100,8 @@ class Exchange:
 
     def close(self, marks: list[tuple[str, float]] | None = None) -> None:
         """Give back whatever the broker still holds; marks: what it should keep for `millpond trace`."""
+        if self._rendering is not None:
+            self._rendering.cancel()
         self._link.drop(self.tickets)
         if marks:
             self._link.trace(self.tickets, marks)
@@ -102,7 +115,34 @@ class Exchange:
         """From the submission to the last acceptance."""
         return max(0.0, self.accepted_at - self.submitted_at) * 1000
 
+    def _again(self) -> None:
+        if self._rendering is None:
+            self._rendering = asyncio.get_running_loop().create_task(self._render_again())
+
+    async def _render_again(self) -> None:
+        """Render and submit what was sent back, until nothing is: a second swap may come meanwhile."""
+        assert self._render is not None
+        try:
+            while back := [index for index, ticket in enumerate(self.tickets) if ticket.state == "reserved"]:
+                requests, self.fingerprint = await self._render(self.tickets[back[0]].fingerprint)
+                for index in back:
+                    if self.tickets[index].state == "reserved":
+                        prefix = prefix_hashes(requests[index].prompt)
+                        self._link.submit(self.tickets[index], requests[index], prefix, self.fingerprint)
+        except Exception as error:
+            # It is told where the request is waited for: as its own answer before the 200, as a failure after it.
+            logs.event("a request could not be rendered again", reason=type(error).__name__)
+            self._render_error = error
+            for ticket in self.tickets:
+                if ticket.state == "reserved":
+                    self._link.drop([ticket], Outcome.STALE_MODEL)
+            self.poke()
+        finally:
+            self._rendering = None
+
     def _raise_failure(self) -> None:
+        if self._render_error is not None:
+            raise self._render_error
         failed = self.failure()
         if failed is not None:
             outcome = failed.outcome or Outcome.BROKER_LOST

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from api.broker_link import BrokerLink
+from api.catalog import Catalog
 from api.exchange import Exchange
 from api.fields import refuse
 from api.normalize import NormalizedChat, ResponseFormat
@@ -23,10 +24,8 @@ from api.responses import RequestError, model_not_found
 from api.served import ServedModel, find
 from api.template import TemplateComplaint
 from api.tools import Tools
-from common.errors import ServingError
 from common.generation import GenerationRequest
 from common.json_schema import check_schema
-from common.outcomes import Outcome
 
 T = TypeVar("T")
 # How long the last snapshot counts for what workers can do, which changes only when a model is swapped.
@@ -41,6 +40,7 @@ class Generation:
         self, models: dict[str, ServedModel], link: BrokerLink, threads: ThreadPoolExecutor, max_prompt: int
     ) -> None:
         self.models = models
+        self.catalog = Catalog(models, link, self.in_thread)
         self.link = link
         self._threads = threads
         self._max_prompt = max_prompt
@@ -71,13 +71,20 @@ class Generation:
         Raises RequestError, ServingError.
         """
         _check_against_model(chat, model)
-        exchange = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
+        exchange, fingerprint = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
         await self._check_forced(chat.tools, model)
         grammar, left_out = await self._grammar(chat.response_format, model)
-        prompt = await self._prompt(chat, model)
-        line.mark("rendered")
-        line.prompt_tokens = len(prompt.ids)
-        exchange.submit(_chat_requests(chat, model, prompt, grammar), model.fingerprint)
+
+        async def render(fingerprint: str) -> tuple[list[GenerationRequest], str]:
+            now = await self._model_for(model, fingerprint)
+            if now is not model:
+                _check_against_model(chat, now)
+            prompt = await self._prompt(chat, now)
+            line.mark("rendered")
+            line.prompt_tokens = len(prompt.ids)
+            return _chat_requests(chat, now, prompt, grammar), now.fingerprint
+
+        exchange.submit(*await render(fingerprint), render)
         return exchange, bool(grammar), left_out
 
     async def begin_text(
@@ -90,15 +97,24 @@ class Generation:
         """
         check_bias(asked.sampling, model)
         check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], model)
-        exchange = await self._reserve(len(asked.prompts) * asked.n, asked.priority, asked.stream, model, line)
-        limit = model.prompt_limit(self._max_prompt)
-        try:
-            prompts = await self.in_thread(lambda: [model.prompts.text(prompt, limit) for prompt in asked.prompts])
-        except TooLong as error:
-            raise _too_long(error, limit, "prompt") from None
-        line.mark("rendered")
-        line.prompt_tokens = sum(map(len, prompts))
-        exchange.submit(_text_requests(asked, model, prompts), model.fingerprint)
+        count = len(asked.prompts) * asked.n
+        exchange, fingerprint = await self._reserve(count, asked.priority, asked.stream, model, line)
+
+        async def render(fingerprint: str) -> tuple[list[GenerationRequest], str]:
+            now = await self._model_for(model, fingerprint)
+            if now is not model:
+                check_bias(asked.sampling, now)
+                check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], now)
+            limit = now.prompt_limit(self._max_prompt)
+            try:
+                prompts = await self.in_thread(lambda: [now.prompts.text(prompt, limit) for prompt in asked.prompts])
+            except TooLong as error:
+                raise _too_long(error, limit, "prompt") from None
+            line.mark("rendered")
+            line.prompt_tokens = sum(map(len, prompts))
+            return _text_requests(asked, now, prompts), now.fingerprint
+
+        exchange.submit(*await render(fingerprint), render)
         texts = [
             prompt if isinstance(prompt, str) else model.prompts.tokens.decode(prompt)
             for prompt in (asked.prompts if asked.echo else ())
@@ -107,7 +123,7 @@ class Generation:
 
     async def _reserve(
         self, count: int, priority: int | None, stream: bool, model: ServedModel, line: RequestLine
-    ) -> Exchange:
+    ) -> tuple[Exchange, str]:
         if priority is None:
             priority = min(0, line.key.max_priority)
         if priority > line.key.max_priority:
@@ -117,11 +133,14 @@ class Generation:
         line.mark("parsed")
         fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name, line.key.weight)
         line.mark("place held")
-        if fingerprint not in ("", model.fingerprint):
-            raise ServingError(Outcome.STALE_MODEL)
         for ticket in exchange.tickets:
             ticket.quiet = not stream
-        return exchange
+        return exchange, fingerprint
+
+    async def _model_for(self, model: ServedModel, fingerprint: str) -> ServedModel:
+        if fingerprint in ("", model.fingerprint):
+            return model
+        return await self.catalog.rendered_for(model.name, fingerprint)
 
     async def _prompt(self, chat: NormalizedChat, model: ServedModel) -> Prompt:
         limit = model.prompt_limit(self._max_prompt)

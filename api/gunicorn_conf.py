@@ -17,15 +17,16 @@ from api.connections import Connections, bound_listeners
 from api.drain import CutCounter, Drain, hold_signals
 from api.keys import read_keys
 from api.settings import ApiSettings
-from common import logs
+from common import changes, logs
 from common.errors import ConfigError
 from common.models import check_folder
 from common.processes import end_with_parent
+from common.runtime import runtime
 from common.settings import load
 
 try:
     _settings = load(ApiSettings, os.environ)
-    for _model in _settings.model:
+    for _model in changes.read(runtime(_settings.port, _settings.runtime)).models(_settings.model):
         check_folder(_model)
     read_keys(_settings)
 except ConfigError as error:

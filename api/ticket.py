@@ -1,6 +1,7 @@
 """One request (one choice) as the API sees it, from RESERVE to its one outcome (pure).
 
     asked --RESERVED--> reserved --submitted()--> submitted --STARTED--> started --DONE--> ended
+      submitted, started without a piece --STALE--> reserved
       any state --REJECTED, DONE, end()--> ended
 
 A ticket only takes messages in, keeps the pieces nobody has taken yet, and calls `wake` when there is something new.
@@ -14,7 +15,7 @@ True: the owner sends CANCEL.
 import sys
 from collections.abc import Callable
 
-from common.envelope import Done, Rejected, Reserved, Started, Tokens
+from common.envelope import Done, Rejected, Reserved, Stale, Started, Tokens
 from common.errors import ProtocolError
 from common.generation import Piece, Summary, unpack_pieces, unpack_summary
 from common.ids import RequestId
@@ -38,15 +39,18 @@ class Ticket:
         "placed",
         "quiet",
         "retry_after_s",
+        "sent_back",
         "state",
         "summary",
         "wake",
         "worker",
     )
 
-    def __init__(self, request: RequestId, wake: Callable[[], None]) -> None:
+    def __init__(self, request: RequestId, wake: Callable[[], None], sent_back: Callable[[], None]) -> None:
+        """sent_back: called when its prompt has to be rendered again, for `fingerprint`."""
         self.id = request
         self.wake = wake
+        self.sent_back = sent_back
         self.state = "asked"
         # The broker gave it a place, and so began a trace of it.
         self.placed = False
@@ -96,6 +100,13 @@ class Ticket:
         self.state = "started"
         self.lane, self.worker = message.lane, message.worker
         self.wake()
+
+    def stale(self, message: Stale) -> None:
+        """The model was swapped before anything of the reply came."""
+        if self.state in ("submitted", "started") and self.next_seq == 0:
+            self.state = "reserved"
+            self.fingerprint = message.fingerprint
+            self.sent_back()
 
     def tokens(self, message: Tokens, payload: bytes) -> bool:
         """Pieces came. True: the ticket has ended here and the broker must be told."""

@@ -60,7 +60,7 @@ def _check_queue(model: Model) -> None:
     refusable = {
         request.id
         for request in model.requests.values()
-        if request.phase is Phase.RESERVED or (request.phase is Phase.WAITING and request.untouched)
+        if request.untouched and request.phase is not Phase.RUNNING
     }
     assert model.queue.everything() == refusable, "the queue is not what can still be refused"
     assert len(model.prefixes) <= MOST, "more prefixes than allowed are kept"

@@ -1,7 +1,7 @@
 """The only file that moves a request (pure: events and `now` in, effects out).
 
 Rules. (1) A request is in one phase, RESERVED -> WAITING -> RUNNING, or back from RUNNING to WAITING when its worker was lost
-before its first relayed TOKENS, and ends exactly once, by _end(). (2) Its place lasts as long as it does; a lease lasts until
+before its first relayed TOKENS, from WAITING to RESERVED when its model was swapped, and ends exactly once, by _end(). (2) Its place lasts as long as it does; a lease lasts until
 the worker says DONE or is gone, so a cancelled request is over at once for its client while its slot comes back later.
 (3) Nobody waits while a worker could take him: every event that frees something ends in _dispatch(). (4) What a worker says
 counts only under a lease with the same attempt. (5) A death is charged to the requests that ran under it; two end a request.
@@ -22,6 +22,7 @@ from common.envelope import (
     Rejected,
     Reserve,
     Reserved,
+    Stale,
     Started,
     Stop,
     Submit,
@@ -99,8 +100,7 @@ class Ledger:
             self.by_api.setdefault(api, {})[id] = None
             self._deadlines.set(("reservation", id), now + self._settings.reservation_timeout)
             self.traces.begin(id, message.label, model.name, now)
-        prints = {worker.facts.fingerprint for worker in self.workers_of(model.name) if not worker.leaving}
-        return [*effects, ToApi(api, Reserved(message.requests[0], prints.pop() if len(prints) == 1 else ""))]
+        return [*effects, ToApi(api, Reserved(message.requests[0], self._fingerprint(model, message.requests)))]
 
     def release(self, api: PeerId, ids: Iterable[RequestId], now: float) -> list[Effect]:
         """Reserved places come back; those of submitted or unknown requests stay as they are."""
@@ -120,9 +120,11 @@ class Ledger:
         request.payload = payload
         request.prompt_tokens, request.max_tokens = message.prompt_tokens, message.max_tokens
         request.prefix, request.fingerprint = message.prefix, message.fingerprint
-        self._arrivals += 1
-        request.arrival = self._arrivals
-        request.submitted_at = now
+        if not request.arrival:
+            # One that was rendered again stands where it stood.
+            self._arrivals += 1
+            request.arrival = self._arrivals
+            request.submitted_at = now
         self.traces.mark(request.id, "submitted", now)
         self._deadlines.drop(("reservation", request.id))
         self._deadlines.set(("total", request.id), request.reserved_at + self._settings.request_timeout)
@@ -384,13 +386,14 @@ class Ledger:
         """Who goes next, and where. Requests that no worker could ever take end here."""
         blocked: list[Request] = []
         unservable: list[tuple[Request, Outcome]] = []
+        stale: list[Request] = []
         choice = None
         if any(worker.free > 0 for worker in workers):
             for id in model.line.order(now):
                 request = self.requests[id]
                 able = [worker for worker in workers if policy.serves(worker, request)]
                 if not able:
-                    unservable.append((request, Outcome.STALE_MODEL))
+                    stale.append(request)
                 elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
                     unservable.append((request, Outcome.TOO_LONG))
                 elif (worker := policy.choose_worker(able, request, self._readers(model, request))) is not None:
@@ -402,6 +405,8 @@ class Ledger:
                         break
         for request, outcome in unservable:
             effects += self._close(request, outcome, now, dispatch=False)
+        for request in stale:
+            effects.append(self._send_back(request, model, now))
         if choice is not None:
             for request in blocked:
                 request.passed_over += 1
@@ -418,6 +423,35 @@ class Ledger:
         readers = model.prefixes.holders(request.prefix)
         model.routed["hit" if worker.peer in readers else "diverted" if readers else "new"] += 1
         model.prefixes.given(request.prefix, worker.peer)
+
+    def _fingerprint(self, model: Model, ids: Iterable[RequestId]) -> str:
+        """For which of its workers' fingerprints these requests should be rendered; "": there is none.
+
+        While a model is being swapped there are two, and each gets its workers' share of the requests.
+        """
+        slots: dict[str, int] = {}
+        for worker in self.workers_of(model.name):
+            if not worker.leaving:
+                slots[worker.facts.fingerprint] = slots.get(worker.facts.fingerprint, 0) + worker.facts.slots
+        wanted = next(iter(slots), "")
+        if len(slots) > 1:
+            taken = dict.fromkeys(slots, 0)
+            for request in model.requests.values():
+                if request.fingerprint in taken:
+                    taken[request.fingerprint] += 1
+            wanted = min(slots, key=lambda name: taken[name] / slots[name])
+        for id in ids:
+            self.requests[id].fingerprint = wanted
+        return wanted
+
+    def _send_back(self, request: Request, model: Model, now: float) -> Effect:
+        """Nobody serves what it was rendered for: it is as if only reserved, but keeps its arrival."""
+        model.line.remove(request.id)
+        request.phase, request.payload = Phase.RESERVED, b""
+        self._deadlines.drop(("queue", request.id))
+        self._deadlines.set(("reservation", request.id), now + self._settings.reservation_timeout)
+        self.traces.mark(request.id, "sent back", now)
+        return ToApi(request.api, Stale(request.id, self._fingerprint(model, [request.id])))
 
     def _lease(self, request: Request, worker: Worker, now: float) -> Effect:
         model = self.models[request.model]

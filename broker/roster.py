@@ -64,12 +64,17 @@ class Roster:
         ]
 
     def exited(self, children: list[Child]) -> list[PeerRecord]:
-        """Take over the pool's list; the workers in it whose process is not the one that is connected."""
-        self.children = {child.name: child for child in children}
+        """Take over the pool's list; the workers whose process is not the one that is connected, or was in the last list
+        and is not in this one."""
+        before, self.children = self.children, {child.name: child for child in children}
         gone = []
         for record in self.of_role("worker"):
             child = self.children.get(record.name)
-            if child is not None and (child.pid != record.pid or child.state in ("backoff", "failed")):
+            if child is None:
+                left = record.name in before and before[record.name].pid == record.pid
+            else:
+                left = child.pid != record.pid or child.state in ("backoff", "failed")
+            if left:
                 gone.append(record)
         return gone
 

@@ -130,6 +130,8 @@ def _model(ledger: Ledger, name: str) -> dict[str, Any]:
         "lanes": list(facts.lanes) if facts else [],
         "abilities": list(facts.abilities) if facts else [],
         "fingerprint": facts.fingerprint if facts else "",
+        # Where the API finds what it needs to render for each; not for clients.
+        "folders": {worker.facts.fingerprint: worker.facts.folder for worker in workers},
         "finished": {outcome.value: count for outcome, count in model.finished.items()},
         "refused": {outcome.value: count for outcome, count in model.refused.items()},
         "tokens": dict(model.tokens),

@@ -7,7 +7,7 @@ counted and answered with REFUSED; only the sender's own session suffers from it
 import msgpack
 
 from broker.ledger import Ledger
-from broker.records import Answer, Effect, Hangup, Note, ToPool
+from broker.records import Answer, Effect, Hangup, Note, Relay, ToApi, ToPool
 from broker.roster import PeerRecord, Roster
 from broker.settings import BrokerSettings
 from broker.snapshot import snapshot
@@ -49,7 +49,7 @@ API_REFUSALS = frozenset(f"refused_{status}" for status in (400, 401, 403, 404, 
 _ALLOWED: dict[str, tuple[type, ...]] = {
     "api": (Reserve, Release, Submit, Cancel, Status, Report, TraceMarks, Heartbeat, Goodbye),
     "worker": (Started, Tokens, Done, Report, Heartbeat, Goodbye),
-    "pool": (PoolState, Report, Heartbeat, Goodbye),
+    "pool": (PoolState, AdminReply, Report, Heartbeat, Goodbye),
     "command": (Status, TraceQuery, Admin, Heartbeat, Goodbye),
 }
 
@@ -64,6 +64,8 @@ class Switchboard:
         self.roster = Roster(settings.silence, settings.stuck)
         self.malformed = 0
         self.api_refused: dict[str, int] = {}
+        # Commands that wait for the pool, by their question.
+        self._asked: dict[bytes, PeerId] = {}
 
     # -- what the loop reports
 
@@ -151,7 +153,9 @@ class Switchboard:
             case Goodbye():
                 return self._goodbye(record, message, now)
             case Admin():
-                return self._admin(message, now)
+                return self._admin(peer, message, now)
+            case AdminReply():
+                return self._pool_answers(message)
         raise AssertionError(f"{type(message).__name__} is allowed and has no case")
 
     def _hello(self, front: bool, peer: PeerId, hello: Hello, now: float) -> list[Effect]:
@@ -202,7 +206,12 @@ class Switchboard:
             return [note, *self.ledger.worker_leaving(record.id, now)]
         return self._lost(record, "left", now)
 
-    def _admin(self, message: Admin, now: float) -> list[Effect]:
+    def _pool_answers(self, reply: AdminReply) -> list[Effect]:
+        command = self._asked.pop(reply.question, None) if reply.final else self._asked.get(reply.question)
+        # Nobody any more: the command did not wait for the end.
+        return [] if command is None else [Relay(command)]
+
+    def _admin(self, peer: PeerId, message: Admin, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match message.action:
             case "drain" if not message.target:
@@ -210,15 +219,16 @@ class Switchboard:
                 text = "new requests are refused"
             case "cancel":
                 count, effects = self.ledger.cancel_label(message.target, now)
-                text = f"{count} requests cancelled"
+                text = f"{count} request{'s' * (count != 1)} cancelled"
                 if count == 0:
                     return [Answer(AdminReply(message.question, False, f"no request {message.target!r}"))]
             case _ if not self.roster.of_role("pool"):
                 return [Answer(AdminReply(message.question, False, "there is no pool to carry it out"))]
-            case "restart" | "scale" | "stop" | "drain":
-                action = "stop" if message.action == "drain" else message.action
-                effects = [ToPool(Order(action, message.target, message.count, "asked by a command"))]
-                text = f"{message.action} ordered"
+            case action:
+                # Only the pool knows what becomes of it, and says so.
+                self._asked[message.question] = peer
+                reason = "asked by a command"
+                return [ToPool(Order(action, message.target, message.count, reason, message.question, message.source))]
         return [*effects, Answer(AdminReply(message.question, True, text))]
 
     def _mistake(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
@@ -243,6 +253,12 @@ class Switchboard:
                 effects.append(ToPool(Order("kill", record.name, record.pid, reason)))
         elif record.role == "api":
             effects += self.ledger.api_lost(record.id, now)
+        elif record.role == "command":
+            self._asked = {question: peer for question, peer in self._asked.items() if peer != record.id}
+        elif not self.roster.of_role("pool"):
+            text = "the pool left meanwhile; millpond status shows how far it came"
+            effects += [ToApi(peer, AdminReply(question, False, text)) for question, peer in self._asked.items()]
+            self._asked = {}
         return effects
 
 

@@ -53,13 +53,17 @@ class WaitingLine:
         yield from self._by_turns()
 
     def add(self, request: RequestId, key: str, weight: float, priority: int, arrival: int) -> None:
-        """A request that was never served. Arrivals only grow."""
+        """A request that was never served. Arrivals only grow, but for those that were rendered again."""
         assert request not in self
         line = self._keys.get(key)
         if line is None:
             line = self._keys[key] = _KeyLine(self._step_s)
         line.weight = weight
-        line.ranks.at.setdefault(priority, OrderedDict())[request] = arrival
+        requests = line.ranks.at.setdefault(priority, OrderedDict())
+        late = [one for one, at in requests.items() if at > arrival] if requests and _latest(requests) > arrival else []
+        requests[request] = arrival
+        for one in late:
+            requests.move_to_end(one)
         self._where[request] = (key, priority)
         self._place(key, line)
 
@@ -168,3 +172,7 @@ class WaitingLine:
 
 
 _NEW = Turns()
+
+
+def _latest(requests: OrderedDict[RequestId, int]) -> int:
+    return requests[next(reversed(requests))]

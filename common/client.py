@@ -212,12 +212,32 @@ class BrokerClient:
         question = secrets.token_bytes(16)
         return msgpack.unpackb(self._answer(TraceQuery(question, label), question, timeout_s).payload)
 
-    def admin(self, action: str, target: str = "", count: int = 0, timeout_s: float = 5.0) -> AdminReply:
-        """Ask for an administrative act; the reply says whether it was done."""
+    def admin(
+        self,
+        action: str,
+        target: str = "",
+        count: int = 0,
+        source: str = "",
+        timeout_s: float = 5.0,
+        told: Callable[[str], None] = lambda text: None,
+    ) -> AdminReply | None:
+        """Ask for an administrative act; the reply says whether it was done. told: called with what happens meanwhile.
+
+        None: it is still under way after timeout_s. Raises NoBroker when nobody has answered anything by then.
+        """
         question = secrets.token_bytes(16)
-        reply = self._answer(Admin(question, action, target, count), question, timeout_s).message  # type: ignore[arg-type]
-        assert isinstance(reply, AdminReply)
-        return reply
+        message = Admin(question, action, target, count, source)  # type: ignore[arg-type]
+        heard = False
+        for event in self._ask(message, timeout_s):
+            reply = event.message
+            if isinstance(reply, AdminReply) and reply.question == question:
+                if reply.final:
+                    return reply
+                heard = True
+                told(reply.text)
+        if heard:
+            return None
+        raise NoBroker(f"the broker did not answer within {timeout_s:g} s")
 
     def _answer(self, message: Message, question: bytes, timeout_s: float) -> Received:
         for event in self._ask(message, timeout_s):

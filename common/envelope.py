@@ -21,6 +21,8 @@ VERSION = 1
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Name = Annotated[str, msgspec.Meta(max_length=512)]
+# As long as Linux allows a path to be.
+Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 Role = Literal["api", "worker", "pool", "command"]
 
 
@@ -32,7 +34,8 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
     """What a worker says of itself once its model is loaded and warm.
 
     slots: requests at once. kv_tokens: rows x longest row that its memory holds. block: tokens committed at a time (1 for
-    autoregressive lanes). context: tokens of prompt and reply together. fingerprint: of tokenizer and chat template.
+    autoregressive lanes). context: tokens of prompt and reply together. fingerprint: of the files that make prompts.
+    folder: where those files lie, for the API, which has to render for a model that it did not start with.
     """
 
     model: Name
@@ -44,6 +47,7 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
     lanes: list[Name]
     abilities: list[Name]
     blas: Name = ""
+    folder: Folder = ""
 
 
 class Hello(_Message, tag=1):
@@ -211,13 +215,19 @@ class PoolState(_Message, tag=18):
     children: list[Child]
 
 
-class Order(_Message, tag=19):
-    """broker -> pool: kill (a worker found stuck), restart, stop, scale. target: worker or model name."""
+# question of an Order that nobody waits for.
+NO_QUESTION = bytes(16)
 
-    action: Literal["kill", "restart", "stop", "scale"]
+
+class Order(_Message, tag=19):
+    """broker -> pool: kill (a worker found stuck; count is its pid), or what an ADMIN with this question asks for."""
+
+    action: Literal["kill", "restart", "roll", "scale", "swap", "drain"]
     target: Name
     count: Count
     reason: Name
+    question: Id = NO_QUESTION
+    source: Folder = ""
 
 
 class Status(_Message, tag=20):
@@ -233,20 +243,28 @@ class Snapshot(_Message, tag=21):
 
 
 class Admin(_Message, tag=22):
-    """command -> broker, local ipc only: drain, restart, scale, cancel by label."""
+    """command -> broker, local ipc only. target: a model, a worker, or "" for all.
+
+    drain: without a target no new requests at all; else this worker leaves when it has finished. restart: end and start.
+    roll: restart one after the other without a gap. scale: `count` workers. swap: the model in the folder `source` instead.
+    cancel: all requests whose label is `target`.
+    """
 
     question: Id
-    action: Literal["drain", "restart", "scale", "cancel", "stop"]
+    action: Literal["drain", "restart", "roll", "scale", "swap", "cancel"]
     target: Name
     count: Count
+    source: Folder = ""
 
 
 class AdminReply(_Message, tag=23):
-    """broker -> command: done or why not."""
+    """broker -> command, pool -> broker -> command: what has happened. final: nothing more comes, and done says whether
+    what was asked for is so now; before it, what has happened so far."""
 
     question: Id
     done: bool
     text: str
+    final: bool = True
 
 
 class TraceMarks(_Message, tag=24):
@@ -260,6 +278,14 @@ class TraceQuery(_Message, tag=25):
 
     question: Id
     label: Name
+
+
+class Stale(_Message, tag=26):
+    """broker -> api: no worker serves what this request was rendered for any more. Its place is kept and it stands
+    where it stood; render it for `fingerprint` and SUBMIT it again."""
+
+    request: Id
+    fingerprint: Name
 
 
 Message = (
@@ -288,6 +314,7 @@ Message = (
     | AdminReply
     | TraceMarks
     | TraceQuery
+    | Stale
 )
 
 _PREFIX = bytes([VERSION])

@@ -1,8 +1,8 @@
 """Which models an instance serves, and the fingerprint of how their prompts are made.
 
 MILLPOND_MODEL reaches the child processes as name=FOLDER entries that exist; `serve` has resolved defaults, hub ids and
-downloads before. The fingerprint covers what turns messages into token ids, so that ids rendered for one tokenizer are
-never given to a model with another.
+downloads before. The fingerprint covers what turns messages into token ids and bounds them, so that ids rendered for one
+tokenizer are never given to a model with another.
 """
 
 import hashlib
@@ -12,7 +12,12 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.settings import Parser
 
-FINGERPRINT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json")
+# All that the API reads of a model, so that what it knows of one is a matter of the fingerprint alone.
+FINGERPRINT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json",
+    "special_tokens_map.json", "config.json", "generation_config.json",
+)  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ def check_folder(model: ModelChoice) -> None:
 def fingerprint(folder: Path) -> str:
     """16 hex digits over the files that make prompts. Raises OSError."""
     digest = hashlib.sha256()
-    for name in FINGERPRINT_FILES:
+    templates = sorted(path.name for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    for name in (*FINGERPRINT_FILES, *(f"{MORE_TEMPLATES}/{template}" for template in templates)):
         path = folder / name
         if path.is_file():
             digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())

@@ -45,6 +45,11 @@ class Runtime:
         return self.folder / "serve.lock"
 
     @property
+    def changes(self) -> Path:
+        """What commands changed since `serve` started (common/changes)."""
+        return self.folder / "changes.json"
+
+    @property
     def logs(self) -> Path:
         """Log files, one per process."""
         return self.folder / "logs"

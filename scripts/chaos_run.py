@@ -1,8 +1,8 @@
-"""`scripts/chaos [--seconds 60] [--seed 1]`: random kills, freezes, hang-ups and floods against real processes.
+"""`scripts/chaos [--seconds 60] [--seed 1]`: random kills, freezes, hang-ups, floods and changes against real processes.
 
 An instance with the scripted engine, clients that know what each reply must be, and one hand that breaks things. Checked at
 every client: a request ends exactly once and in time, no foreign text, no hole, a prefix when it fails, a known status and
-error shape. Checked at the end: all counts are zero, every worker is ready, SIGTERM ends everything with status 0. What is
+error shape. Every change that is ordered ends in the truth, though it may be undone. Checked at the end: all counts are zero, every worker is ready, SIGTERM ends everything with status 0. What is
 done and when follows from the seed; how processes interleave does not. Load goes to 127.0.0.1 only and stops by itself.
 """
 
@@ -45,7 +45,8 @@ class Violation(Exception):
 class Chaos:
     """One run."""
 
-    def __init__(self, harness: Harness, seed: int, seconds: float) -> None:
+    def __init__(self, harness: Harness, seed: int, seconds: float, model: Path, other: Path) -> None:
+        """other: a second model to swap to and back."""
         self.harness = harness
         self.seed = seed
         self.until = time.monotonic() + seconds
@@ -59,6 +60,9 @@ class Chaos:
         self.latest: deque[str] = deque(maxlen=8)
         self.frozen: dict[int, float] = {}
         self.last: dict[str, Any] = {}
+        self.models = [model, other]
+        # What changes of the pool led to: done, or the first words of why not.
+        self.changes: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Everything at once until the time is over, then the reckoning."""
@@ -192,6 +196,10 @@ class Chaos:
             "kill broker": 1,
             "kill pool": 1,
             "reload api": 1,
+            "roll pool": 3,
+            "swap pool": 3,
+            "scale pool": 3,
+            "drain pool": 1,
         }
         while time.monotonic() < self.until:
             await asyncio.sleep(draw.uniform(0.3, 2.5))
@@ -211,6 +219,10 @@ class Chaos:
             if now >= at:
                 self.thaw(pid)
         self.lift()
+        if kind == "pool" and verb != "kill":
+            self.deeds[deed] += 1
+            self.change(verb, draw)
+            return
         found = self.harness.processes("gunicorn" if verb == "reload" else kind)
         if not found:
             return
@@ -233,6 +245,27 @@ class Chaos:
         """An API process may break connections until then; a later deed makes that no shorter."""
         self.api_hurt_at = max(self.api_hurt_at, until)
 
+    def change(self, verb: str, draw: random.Random) -> None:
+        """Order something of the pool and do not wait for it: the next blow falls in the middle of it."""
+        target, count, source = "m", 0, ""
+        if verb == "scale":
+            count = draw.choice([1, 2, 3, 4])
+        elif verb == "swap":
+            source = str(draw.choice(self.models))
+        elif verb == "drain":
+            target = f"m-{draw.randrange(4)}"
+        self.order(verb, target, count, source, draw.choice([0.2, 3.0]))
+
+    def order(self, verb: str, target: str, count: int, source: str, timeout_s: float) -> bool:
+        """Whether it is so now."""
+        try:
+            with BrokerClient(self.harness.place.front, "chaos") as broker:
+                reply = broker.admin(verb, target, count, source, timeout_s)
+        except MillpondError:
+            reply = None  # the broker or the pool is down or frozen just now, or a plan is made
+        self.changes["not waited for" if reply is None else "done" if reply.done else " ".join(reply.text.split()[:4])] += 1
+        return reply is not None and reply.done
+
     def thaw(self, pid: int) -> None:
         self.frozen.pop(pid, None)
         try:
@@ -246,7 +279,7 @@ class Chaos:
             with BrokerClient(self.harness.place.front, "chaos") as broker:
                 if any(worker["state"] == "failed" for worker in broker.snapshot(2.0)["workers"]):
                     self.deeds["restart"] += 1
-                    broker.admin("restart", timeout_s=2.0)
+                    broker.admin("restart", timeout_s=1.0)
         except MillpondError:
             return  # the broker is down or frozen just now
 
@@ -257,6 +290,7 @@ class Chaos:
 
         def recovered() -> bool:
             self.lift()
+            self.order("scale", "m", 3, "", 5.0)
             try:
                 self.last = self.harness.snapshot()
                 rows = self.last["workers"]
@@ -279,10 +313,10 @@ class Chaos:
             self.violations.append(f"at the end: {error}; {json.dumps(self.last)}")
 
 
-def run(seed: int, seconds: float, model: Path) -> Chaos:
+def run(seed: int, seconds: float, model: Path, other: Path) -> Chaos:
     """One run against a fresh instance."""
     with Harness(*FLAGS, model=model) as harness:
-        chaos = Chaos(harness, seed, seconds)
+        chaos = Chaos(harness, seed, seconds, model, other)
         asyncio.run(chaos.run())
         if chaos.violations:
             print(harness.output[-20_000:], file=sys.stderr)
@@ -296,10 +330,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        chaos = run(chosen.seed, min(chosen.seconds, 7200.0), build(Path(folder) / "tiny"))
+        models = build(Path(folder) / "tiny"), build(Path(folder) / "other", family="sentencepiece")
+        chaos = run(chosen.seed, min(chosen.seconds, 7200.0), *models)
     print(f"seed {chosen.seed}, {chosen.seconds:g} s")
     print(f"requests: {dict(chaos.ends.most_common())}")
     print(f"deeds: {dict(chaos.deeds.most_common())}")
+    print(f"changes: {dict(chaos.changes.most_common())}")
     for violation in chaos.violations:
         print(f"VIOLATION: {violation}")
     print(f"{len(chaos.violations)} violations")

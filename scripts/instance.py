@@ -67,6 +67,8 @@ class Instance:
         # Those of API processes carry pids; the earlier instance's would stay for ever.
         for old in self._place.logs.glob("api-*.log*"):
             old.unlink(missing_ok=True)
+        # A new life begins with its settings.
+        self._place.changes.unlink(missing_ok=True)
         logs.start("serve", level, form, self._place.logs)
         status = 0
         try:

@@ -18,7 +18,19 @@ from broker import invariants
 from broker.ledger import Ledger
 from broker.records import Effect, Phase, Relay, ToApi, ToWorker
 from broker.settings import BrokerSettings
-from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Started, Stop, Submit, WorkerFacts
+from common.envelope import (
+    Dispatch,
+    Done,
+    ModelPlan,
+    Rejected,
+    Reserve,
+    Reserved,
+    Stale,
+    Started,
+    Stop,
+    Submit,
+    WorkerFacts,
+)
 from common.outcomes import Outcome
 from scripts import share_walk
 
@@ -40,6 +52,7 @@ class Fake:
     running: dict[tuple[bytes, int], int] = field(default_factory=dict)
     stopping: set[tuple[bytes, int]] = field(default_factory=set)
     mode: str = "ok"
+    fingerprint: str = "f"
 
 
 @dataclass
@@ -50,6 +63,7 @@ class Client:
     state: str = "asked"  # asked, reserved, sent, over
     attempt: int = 0
     pieces: int = 0
+    again: str = ""
 
 
 class Walk:
@@ -108,6 +122,12 @@ class Walk:
                 client = self.clients[api].get(message.request)
                 if client is not None and client.state == "asked":
                     client.state = "reserved"
+            case Stale():
+                client = self.clients[api].get(message.request)
+                if client is not None:
+                    assert client.state == "sent" and not client.pieces, "sent back in the middle of a reply"
+                    client.state, client.again = "reserved", message.fingerprint
+                    self.outcomes["sent back"] += 1
             case Rejected():
                 if message.outcome is Outcome.QUEUE_FULL and self.clients[api].get(message.request):
                     assert message.request not in self.dispatched, "displaced after its dispatch"
@@ -145,13 +165,15 @@ class Walk:
     def join(self) -> None:
         name = b"w%06d" % next(self.numbers)
         fake = Fake(self.random.randint(1, 3), self.random.choice([CONTEXT, 2 * CONTEXT, 300]))
+        # A swap now and then.
+        fake.fingerprint = self.random.choice("ffffffg")
         self.rejoin(name, fake)
 
     def rejoin(self, name: bytes, fake: Fake) -> None:
         fake.running.clear()
         fake.stopping.clear()
         self.workers[name] = fake
-        facts = WorkerFacts(MODEL, "f", fake.slots, fake.kv_tokens, 1, CONTEXT, ["batched"], [])
+        facts = WorkerFacts(MODEL, fake.fingerprint, fake.slots, fake.kv_tokens, 1, CONTEXT, ["batched"], [])
         self.deliver(self.ledger.worker_joined(name, name.decode(), facts, self.now))
 
     def gone(self, peer: bytes, *, noticed: bool) -> None:
@@ -199,7 +221,7 @@ class Walk:
         client.state = "sent"
         if self.random.random() < 0.03:
             self.poison.add(id)
-        fingerprint = self.random.choice(["", "f", "f", "f", "f", "f", "f", "old"])
+        fingerprint = client.again or self.random.choice(["", "f", "f", "f", "f", "f", "f", "g", "old"])
         effects = self.ledger.submit(api, Submit(id, 1, client.tokens - 1, b"", fingerprint), b"p", self.now)
         self.deliver(effects)
 
@@ -322,6 +344,7 @@ class Walk:
                 assert not held, "a slot was not called back"
         for request in self.ledger.requests.values():
             limit = SETTINGS.reservation_timeout if request.phase is Phase.RESERVED else SETTINGS.request_timeout
+            limit = max(limit, SETTINGS.request_timeout * bool(request.arrival))
             assert self.now - request.reserved_at <= limit + 0.6, f"{request.phase} for longer than allowed"
         live = {id for them in self.clients.values() for id, client in them.items() if client.state != "over"}
         assert set(self.ledger.requests) <= live, "a request outlived its client"

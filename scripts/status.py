@@ -1,4 +1,4 @@
-"""`millpond status`, `millpond restart`: questions and orders to a running instance, through its broker."""
+"""`millpond status`: what a running instance does, asked of its broker."""
 
 import argparse
 import json
@@ -12,14 +12,11 @@ from worker.settings import WorkerSettings
 
 
 def register(commands: Any) -> None:
-    """Add the subcommands."""
+    """Add the subcommand."""
     status = commands.add_parser("status", help="what a running instance does")
     status.add_argument("--json", action="store_true", help="the broker's snapshot as JSON")
-    restart = commands.add_parser("restart", help="restart a model's workers, or lift its failed mark")
-    restart.add_argument("target", nargs="?", default="", help="model or worker (default: all)")
-    for command, run in ((status, show), (restart, order_restart)):
-        command.add_argument("--port", default=None, help="port of the instance (default: MILLPOND_PORT or 8080)")
-        command.set_defaults(run=run)
+    status.add_argument("--port", default=None, help="port of the instance (default: MILLPOND_PORT or 8080)")
+    status.set_defaults(run=show)
 
 
 def place_of(arguments: argparse.Namespace) -> runtime.Runtime:
@@ -68,11 +65,3 @@ def table(snapshot: dict[str, Any]) -> str:
         counts = "  ".join(f"{name} {count}" for name, count in sorted(snapshot[title].items()))
         lines.append(f"{title}: {counts or 'none'}")
     return "\n".join(lines)
-
-
-def order_restart(arguments: argparse.Namespace) -> int:
-    """Ask the pool to restart."""
-    with connect(arguments) as client:
-        reply = client.admin("restart", arguments.target)
-    print(reply.text)
-    return 0 if reply.done else 1

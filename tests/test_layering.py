@@ -14,7 +14,7 @@ PURE = {
     "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces"],
     "worker": [
         "engine", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "seat",
-        "plan", "supervision", "call_syntax", "reply_grammar",
+        "plan", "supervision", "call_syntax", "reply_grammar", "rollout",
     ],
     "api": ["normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }

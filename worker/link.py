@@ -79,6 +79,8 @@ class Link(threading.Thread):
         for end in (self._bell_read, self._bell_write):
             os.set_blocking(end, False)
         self._session = 0
+        # Set for good with the first session.
+        self.joined = threading.Event()
         self._leaving = False
         self._closing = False
 
@@ -139,6 +141,7 @@ class Link(threading.Thread):
         for event in peer.pump():
             if isinstance(event, Joined):
                 self._session += 1
+                self.joined.set()
                 logs.event("joined the broker", epoch=event.epoch)
             elif isinstance(event, Dropped):
                 self.inbox.put(SessionOver(self._session))

@@ -58,20 +58,25 @@ class WorkerLoop:
         self._memory_budget = memory_budget
         self._inter_token = Histogram("inter_token")
         self.leave_at: float | None = None
+        self.draining = False
 
     def leave(self, within_s: float) -> None:
         """Finish what runs, but not for longer than this; a second call ends at once. From a signal handler."""
         self.leave_at = self._clock() + (within_s if self.leave_at is None else 0.0)
 
+    def drain(self) -> None:
+        """Take nothing new and leave when what runs has ended, however long that takes. From a signal handler."""
+        self.draining = True
+
     def run(self) -> bool:
-        """Serve until leave(). True: nothing was cut."""
+        """Serve until leave() or drain(). True: nothing was cut."""
         said_goodbye = False
         while True:
-            if self.leave_at is not None:
+            if self.leave_at is not None or self.draining:
                 if not said_goodbye:
                     said_goodbye = True
                     self._link.say_goodbye()
-                if not self._running or self._clock() >= self.leave_at:
+                if not self._running or (self.leave_at is not None and self._clock() >= self.leave_at):
                     break
             self._take_items()
             # Before the step: a prompt's first chunk takes long, and its STARTED lets the client have its 200.

@@ -5,6 +5,7 @@ are worker/supervision's; here are processes, pipes and the clock. Exit status 0
 became ready (its last log lines are printed), 2 when settings or models cannot work.
 """
 
+import dataclasses
 import logging
 import os
 import selectors
@@ -14,16 +15,17 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from common import logs, runtime, settings, sockets
+from common import changes, logs, runtime, settings, sockets
 from common.client import TICK_S, Peer, Received, hello
-from common.envelope import Goodbye, Order, PoolState
+from common.envelope import AdminReply, Goodbye, Order, PoolState
 from common.errors import ConfigError
 from common.models import check_folder
 from common.processes import DeathPipe, end_with_parent, kill_session, python, spawn
 from common.session import Joined
-from worker import sizing
+from worker.changes import Changes
+from worker.layout import Layout, lay_out, seated
 from worker.settings import WorkerSettings
-from worker.supervision import Effect, GiveUp, Kill, Start, Supervision, Terminate
+from worker.supervision import Drain, Effect, GiveUp, Kill, Start, Supervision, Terminate, Told
 
 STATE_S = 1.0
 
@@ -39,10 +41,9 @@ class Process:
 class Pool:
     """The supervisor's shell."""
 
-    def __init__(self, chosen: WorkerSettings, supervision: Supervision, shares: dict[str, sizing.Share]) -> None:
+    def __init__(self, chosen: WorkerSettings, supervision: Supervision, layout: Layout) -> None:
         self._chosen = chosen
         self._core = supervision
-        self._shares = shares
         self._pipe = DeathPipe()
         self._processes: dict[str, Process] = {}
         self._selector = selectors.DefaultSelector()
@@ -60,6 +61,7 @@ class Pool:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(bell_write, warn_on_full_buffer=False)
         self._selector.register(self._bell_read, selectors.EVENT_READ, None)
+        self._changes = Changes(chosen, supervision, layout, place, lambda: _ring(bell_write))
         self._watched = self._peer.socket
         self._watched_fd = self._peer.fileno()
         self._selector.register(self._watched_fd, selectors.EVENT_READ, None)
@@ -76,6 +78,8 @@ class Pool:
             if self._signals > seen_signals:
                 seen_signals = self._signals
                 self._begin_stop(now, at_once=seen_signals > 1)
+            if not self._core.stopping:
+                self._carry_out(self._changes.advance(now))
             self._carry_out(self._core.tick(now))
             if self._core.stopping:
                 if not self._core.living:
@@ -96,6 +100,7 @@ class Pool:
         # The workers have shutdown_timeout for what runs; after it they cut it themselves, and need a moment to say so.
         self._kill_at = now + (0.0 if at_once else self._chosen.shutdown_timeout + 5.0)
         if not self._core.stopping:
+            self._carry_out(self._changes.abandon("the pool was told to end"))
             self._carry_out(self._core.stop())
             self._changed = True
 
@@ -112,6 +117,12 @@ class Pool:
                     kill_session(self._processes[name].popen)
                 case Terminate(name):
                     self._processes[name].popen.terminate()
+                case Drain(name):
+                    self._processes[name].popen.send_signal(signal.SIGUSR1)
+                case Told(question, done, text, final):
+                    logs.event("change", done=int(done), final=int(final), text=text)
+                    # Without a session the command asks again when it has one, and is answered then.
+                    self._peer.send(AdminReply(question, done, text[:512], final))
                 case GiveUp(name, code, lines):
                     self._status = 1
                     logs.event("the first worker never became ready", logging.ERROR, worker=name, exit=code)
@@ -120,8 +131,8 @@ class Pool:
                     self._begin_stop(time.monotonic(), at_once=True)
 
     def _start(self, name: str) -> None:
-        share = self._shares[name]
-        environment = {**os.environ, **share.environment}
+        own = {settings.environment_name("worker_name"): name}
+        environment = {**os.environ, **self._changes.environment(self._core.children[name].seat.key), **own}
         popen = spawn(
             python("-m", "worker"), environment, self._pipe, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -209,10 +220,15 @@ class Pool:
         match order.action:
             case "kill":
                 self._carry_out(self._core.kill(order.target, order.count))
-            case "restart":
-                self._carry_out(self._core.restart(order.target, time.monotonic()))
-            case _:
-                logs.event("order not understood", logging.WARNING, action=order.action)
+            case _ if not self._core.stopping:
+                self._carry_out(self._changes.obey(order, time.monotonic()))
+
+
+def _ring(bell: int) -> None:
+    try:
+        os.write(bell, b"!")
+    except BlockingIOError:
+        return  # full: it rings already
 
 
 def main() -> int:
@@ -224,13 +240,17 @@ def main() -> int:
         place = runtime.runtime(chosen.port, chosen.runtime)
         runtime.create(place)
         logs.start("pool", chosen.log_level, chosen.log_format, place.logs)
+        changed = changes.read(place)
+        chosen = dataclasses.replace(chosen, model=changed.models(chosen.model))
+        if changed.workers:
+            chosen = dataclasses.replace(chosen, workers=list(changed.workers.items()))
         for model in chosen.model:
             check_folder(model)
-        supervision, shares = sizing.divide(chosen)
+        layout = lay_out(chosen, 0)
     except ConfigError as error:
         print(f"millpond pool: {error}", file=sys.stderr)
         return 2
-    pool = Pool(chosen, supervision, shares)
+    pool = Pool(chosen, seated(layout), layout)
     signal.signal(signal.SIGTERM, lambda *_: pool.signalled())
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only to ring the wakeup descriptor
     return pool.run()

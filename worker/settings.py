@@ -28,6 +28,10 @@ class WorkerSettings:
     workers: list[tuple[str, int]] | str = setting(
         auto_or(listing(COUNTS)), "auto", "workers per model: auto (one per device), N, or name=N"
     )
+    # None by default: room that is kept free is taken from the rows and prompts of those that serve.
+    spare_workers: int = setting(
+        integer(0, 64), 0, "workers per model that the budget keeps room for, so that a replacement can start beside the old"
+    )
     engine: str = setting(choice("batched", "scripted"), "batched", "what generates: MLX, or a script for tests")
     # Rows of one batch. On the two-core reference machine tokens/s still grows up to 16 rows (docs/benchmarks.md).
     slots: int = setting(integer(1, 4096), 16, "requests at once per worker")

@@ -44,7 +44,7 @@ class Chat:
         list_ignored(resp, [*chat.ignored, *left_out])
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
-        form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{model.fingerprint}")
+        form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}")
         if chat.stream:
             stream = ReplyStream(
                 exchange, form, line, buffer=settings.stream_buffer, comment_s=settings.keep_alive_comment

@@ -37,7 +37,7 @@ class Completions:
         line.queue_ms = exchange.queue_ms
         echoed = [text for text in texts or [""] * len(asked.prompts) for _ in range(asked.n)]
         form = TextFormat(
-            f"cmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{model.fingerprint}", echoed, asked.n
+            f"cmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}", echoed, asked.n
         )
         if asked.stream:
             stream = ReplyStream(

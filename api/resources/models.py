@@ -9,6 +9,7 @@ from typing import Any
 import falcon.asgi
 
 from api.broker_link import BrokerLink
+from api.catalog import Catalog
 from api.responses import model_not_found
 from api.served import ServedModel, find
 from common.errors import ServingError
@@ -20,15 +21,16 @@ SNAPSHOT_S = 1.0
 class Models:
     """The list and its entries."""
 
-    def __init__(self, models: dict[str, ServedModel], link: BrokerLink) -> None:
-        self._models = models
+    def __init__(self, catalog: Catalog, link: BrokerLink) -> None:
+        self._catalog = catalog
+        self._models = catalog.models
         self._link = link
 
     async def on_get(self, req: falcon.asgi.Request, resp: falcon.asgi.Response, name: str = "") -> None:
-        model = find(self._models, name)
-        if name and model is None:
+        if name and find(self._models, name) is None:
             raise model_not_found(name, sorted(self._models))
         known = await self._known()
+        model = find(self._models, name)
         if model is not None:
             resp.media = self._entry(model, known.get(model.name, {}))
         else:
@@ -40,6 +42,7 @@ class Models:
             snapshot = await self._link.snapshot(SNAPSHOT_S)
         except ServingError:
             return {}
+        await self._catalog.follow(snapshot)
         return {entry["name"]: entry for entry in snapshot.get("models", ())}
 
     @staticmethod

@@ -25,6 +25,7 @@ class Pool:
 
 
 def complete(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """The snapshot with what workers that are only starting cannot say."""
+    """The snapshot with what workers that are only starting cannot say, and without paths of this machine."""
     workers = [{**worker, "memory": NO_MEMORY | worker["memory"]} for worker in snapshot["workers"]]
-    return {**snapshot, "workers": workers}
+    models = [{name: value for name, value in model.items() if name != "folders"} for model in snapshot["models"]]
+    return {**snapshot, "workers": workers, "models": models}

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize.
 
-Answers from the tokenizer alone: no place is taken, the broker is not asked. Invariant: /tokenize gives the ids that
+Answers from the tokenizer alone: no place is taken; the broker is asked only whether the model was swapped. Invariant: /tokenize gives the ids that
 a chat or completion of the same text would have.
 """
 
@@ -27,6 +27,7 @@ class Tokenize:
 
     async def on_post(self, req: falcon.asgi.Request, resp: falcon.asgi.Response) -> None:
         asked = await read_body(req, self._generation, normalize_tokenization)
+        await self._generation.catalog.refresh()
         model = self._generation.model_or_only(asked.model)
         limit = MOST_CONTEXTS * model.context
         try:
@@ -52,6 +53,7 @@ class Detokenize:
 
     async def on_post(self, req: falcon.asgi.Request, resp: falcon.asgi.Response) -> None:
         name, ids = await read_body(req, self._generation, normalize_detokenization)
+        await self._generation.catalog.refresh()
         model = self._generation.model_or_only(name)
         check_ids([ids], model, "tokens")
         resp.media = {"prompt": await self._generation.in_thread(model.prompts.tokens.decode, ids)}

@@ -77,7 +77,9 @@ def test_every_field_that_normalization_knows_is_described() -> None:
 
 def test_a_worker_that_has_not_reported_has_every_kind_of_memory_in_the_pool() -> None:
     silent, told = {"name": "a", "memory": {}}, {"name": "b", "memory": {"active": 5, "wired": 1}}
-    workers = complete({"workers": [silent, told], "epoch": "e"})["workers"]
+    made = complete({"workers": [silent, told], "models": [{"name": "m", "folders": {"f": "/models/m"}}]})
+    workers = made["workers"]
+    assert made["models"] == [{"name": "m"}], "paths are not for clients"
     assert workers[0] == {"name": "a", "memory": {"active": 0, "cache": 0, "peak": 0, "budget": 0}}
     assert workers[1]["memory"] == {"active": 5, "cache": 0, "peak": 0, "budget": 0, "wired": 1}
 

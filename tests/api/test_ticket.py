@@ -22,7 +22,7 @@ class Wakes:
 
 
 def ticket(state: str = "started") -> Ticket:
-    made = Ticket(ID, Wakes())
+    made = Ticket(ID, Wakes(), Wakes())
     if state != "asked":
         made.reserved(Reserved(ID, "fp"))
     if state in ("submitted", "started"):

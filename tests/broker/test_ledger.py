@@ -6,7 +6,19 @@ from broker import invariants, policy
 from broker.ledger import ASSEMBLY_S, Ledger
 from broker.records import Effect, Relay, ToApi, ToWorker
 from broker.settings import BrokerSettings
-from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Started, Stop, Submit, WorkerFacts
+from common.envelope import (
+    Dispatch,
+    Done,
+    ModelPlan,
+    Rejected,
+    Reserve,
+    Reserved,
+    Stale,
+    Started,
+    Stop,
+    Submit,
+    WorkerFacts,
+)
 from common.outcomes import Outcome
 
 API = b"api"
@@ -188,9 +200,39 @@ def test_what_fits_no_empty_worker_is_refused() -> None:
 
 def test_ids_of_another_tokenizer_are_never_dispatched() -> None:
     book = Book()
-    assert ends(book.submit(1, fingerprint="old")) == {1: Outcome.STALE_MODEL}
+    assert book.submit(1, fingerprint="old") == [ToApi(API, Stale(id_(1), "print"))]
     book.join(b"w1", fingerprint="old")
     assert dispatched(book.submit(2, fingerprint="old"))[0][2] == b"w1"
+
+
+def test_what_is_sent_back_keeps_its_place_and_stands_where_it_stood() -> None:
+    book = Book(slots=1)
+    book.submit(1)
+    book.submit(2)
+    book.submit(3)
+    book.seen(book.ledger.worker_leaving(b"w0", 0.0))
+    effects = book.join(b"w1", slots=1, fingerprint="new")
+    assert [e.message for e in effects] == [Stale(id_(2), "new"), Stale(id_(3), "new")]  # type: ignore[union-attr]
+    assert len(book.ledger.requests) == 3
+    # The later one is rendered sooner and takes the slot; then the first stands in front of whoever came after it.
+    assert dispatched(book.send(3, fingerprint="new")) == [(3, 1, b"w1")]
+    book.submit(4, fingerprint="new")
+    assert dispatched(book.send(2, fingerprint="new")) == [] and book.waiting() == [2, 4]
+
+
+def test_while_there_are_two_fingerprints_each_gets_its_share_of_what_is_rendered() -> None:
+    book = Book(slots=2)
+    book.join(b"w1", slots=4, fingerprint="new")
+    wanted = [book.reserve(number).fingerprint for number in range(1, 7)]  # type: ignore[attr-defined]
+    assert wanted.count("new") == 4 and wanted.count("print") == 2
+
+
+def test_what_is_not_rendered_again_in_time_is_over() -> None:
+    book = Book()
+    book.submit(1, fingerprint="old")
+    assert book.ledger.advance(29.0) == []
+    assert book.ledger.advance(31.0) == [ToApi(API, Rejected(id_(1), Outcome.NOT_RESERVED, 0))]
+    assert not book.ledger.requests
 
 
 def test_a_cancelled_request_is_over_while_its_slot_is_not() -> None:

@@ -248,7 +248,38 @@ def test_an_order_needs_a_pool() -> None:
     (answer,) = board.say(COMMAND, Admin(B, "restart", "m", 0))
     assert isinstance(answer, Answer) and answer.message == AdminReply(B, False, "there is no pool to carry it out")
     board.join(POOL)
-    assert ToPool(Order("restart", "m", 0, "asked by a command")) in board.say(COMMAND, Admin(B, "restart", "m", 0))
+    order = ToPool(Order("restart", "m", 0, "asked by a command", B))
+    assert board.say(COMMAND, Admin(B, "restart", "m", 0)) == [order]
+
+
+def test_what_the_pool_says_reaches_the_command_that_asked_until_it_is_final(board: Board) -> None:
+    swap = Order("swap", "m", 0, "asked by a command", B, "/new")
+    assert board.say(COMMAND, Admin(B, "swap", "m", 0, "/new")) == [ToPool(swap)]
+    assert board.say(POOL, AdminReply(A, True, "of another")) == []
+    assert board.say(POOL, AdminReply(B, True, "m-1 is ready", False)) == [Relay(COMMAND)]
+    assert board.say(POOL, AdminReply(B, False, "no")) == [Relay(COMMAND)]
+    assert board.say(POOL, AdminReply(B, True, "again")) == []
+
+
+def test_a_command_that_has_left_is_told_nothing(board: Board) -> None:
+    board.say(COMMAND, Admin(B, "roll", "m", 0))
+    board.say(COMMAND, Goodbye("done"))
+    assert board.say(POOL, AdminReply(B, True, "done")) == []
+
+
+def test_a_pool_that_ends_leaves_nobody_waiting(board: Board) -> None:
+    board.say(COMMAND, Admin(B, "scale", "m", 2))
+    effects = board.say(POOL, Goodbye("ends"))
+    text = "the pool left meanwhile; millpond status shows how far it came"
+    assert ToApi(COMMAND, AdminReply(B, False, text)) in effects
+
+
+def test_a_child_that_left_the_list_is_known_to_be_gone(board: Board) -> None:
+    board.submit()
+    plan = [ModelPlan("m", 1, 2, "ready", 500, 1000)]
+    board.say(POOL, PoolState(plan, [Child("worker", "m", 1, "stopping", 0, None, [])]))
+    assert hangups(board.say(POOL, PoolState(plan, []))) == [WORKER]
+    assert A in board.core.ledger.requests
 
 
 def test_messages_of_a_session_that_is_over_change_nothing(board: Board) -> None:

@@ -43,6 +43,7 @@ BROKEN = {
         "return not isinstance(limit, int) or self.inflight(model.name) < limit",
         "return True",
     ),
+    "what is sent back stays in the line": ("        model.line.remove(request.id)\n        request.phase, request.payload", "        request.phase, request.payload"),
     "stuck cancels never found": ("lease.stopping_at < limit", "False"),
     "reservations never expire": (
         'self._deadlines.set(("reservation", id), now + self._settings.reservation_timeout)',
@@ -97,7 +98,7 @@ UNFAIR = {
 def test_the_ledger_holds_under_random_walks() -> None:
     outcomes = sum((walk(seed, 500) for seed in range(1, 100)), walk(0, 500))
     # A walk that never reaches an end says nothing about it.
-    wanted = {"stop", "cancelled", "queue_full", "queue_timeout", "worker_lost", "poisoned", "broker_lost", "stale_model"} | {"displaced"}
+    wanted = {"stop", "cancelled", "queue_full", "queue_timeout", "worker_lost", "poisoned", "broker_lost", "sent back", "displaced"}
     assert wanted <= outcomes.keys() and min(outcomes[name] for name in wanted) > 10, outcomes
 
 

@@ -260,6 +260,26 @@ def test_leaving_waits_for_what_runs_and_then_cuts_it() -> None:
     assert [m.outcome for m in stage.sent(Done)] == [Outcome.SHUTDOWN] and stage.link.goodbyes == 1
 
 
+def test_draining_takes_as_long_as_what_runs_and_cuts_nothing() -> None:
+    stage = Stage([Committed(A, 5, "x")], [Ended(A, "stop")])
+    stage.work()
+    stage.turns(1)
+    stage.loop.drain()
+    stage.now = 1e6
+    assert stage.loop.run() is True
+    assert [m.outcome for m in stage.sent(Done)] == [Outcome.STOP] and stage.link.goodbyes == 1
+
+
+def test_what_drains_can_still_be_told_to_leave_soon() -> None:
+    stage = Stage()
+    stage.work()
+    stage.turns()
+    stage.loop.drain()
+    stage.loop.leave(0.0)
+    assert stage.loop.run() is False
+    assert [m.outcome for m in stage.sent(Done)] == [Outcome.SHUTDOWN]
+
+
 def test_leaving_with_nothing_to_do_is_clean() -> None:
     stage = Stage()
     stage.loop.leave(30.0)
