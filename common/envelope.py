@@ -33,6 +33,7 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
 
     slots: requests at once. kv_tokens: rows x longest row that its memory holds. block: tokens committed at a time (1 for
     autoregressive lanes). context: tokens of prompt and reply together. fingerprint: of tokenizer and chat template.
+    weight_bytes, kv_bytes_per_token: measured after loading, as kv_tokens is; 0: not measured.
     """
 
     model: Name
@@ -44,6 +45,8 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
     lanes: list[Name]
     abilities: list[Name]
     blas: Name = ""
+    weight_bytes: Count = 0
+    kv_bytes_per_token: Count = 0
 
 
 class Hello(_Message, tag=1):

@@ -70,6 +70,8 @@ def _facts(engine: Engine, model: str, print_: str) -> WorkerFacts:
         lanes=list(facts.lanes),
         abilities=list(facts.abilities),
         blas=facts.details.get("blas", ""),
+        weight_bytes=facts.weight_bytes,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
 
