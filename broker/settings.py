@@ -26,5 +26,9 @@ class BrokerSettings:
     silence: float = setting(seconds(0.2, 3600), 5.0, "a peer unheard for this long is lost")
     # Longer than the slowest prefill chunk: 512 tokens of a large model on a slow machine take tens of seconds.
     stuck: float = setting(seconds(0.2, 86_400), 120.0, "an engine without a finished step for this long is killed")
+    # A burst of prompts may pass its share for seconds; what stays longer was not planned.
+    memory_patience: float = setting(
+        seconds(0.2, 86_400), 30.0, "a worker over its share of memory for this long is drained and started again"
+    )
     log_level: str = setting(choice("debug", "info", "warning", "error"), "info", "how much to log")
     log_format: str = setting(choice("text", "json"), "text", "log lines for people or for machines")

@@ -80,6 +80,8 @@ def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, stuck: bool, 
         "heard_ms": int((now - record.heard_at) * 1000),
         "restarts": child.restarts if child else 0,
         "blas": worker.facts.blas,
+        "weight_bytes": worker.facts.weight_bytes,
+        "kv_bytes_per_token": worker.facts.kv_bytes_per_token,
     }
 
 

@@ -7,6 +7,7 @@ counted and answered with REFUSED; only the sender's own session suffers from it
 import msgpack
 
 from broker.ledger import Ledger
+from broker.overgrown import Overgrown
 from broker.records import Answer, Effect, Hangup, Note, Relay, ToApi, ToPool
 from broker.roster import PeerRecord, Roster
 from broker.settings import BrokerSettings
@@ -42,6 +43,8 @@ from common.errors import ProtocolError
 from common.ids import PeerId
 
 HEARTBEAT_MS = 1000
+# A lost order to replace a drained worker is given again.
+ORDER_AGAIN_S = 5.0
 FRONT_ROLES = frozenset({"api", "command"})
 # What an API process refuses without asking the broker, by status, as its REPORT counts it.
 API_REFUSALS = frozenset(f"refused_{status}" for status in (400, 401, 403, 404, 405, 408, 413))
@@ -62,6 +65,9 @@ class Switchboard:
         self.epoch = epoch
         self.ledger = Ledger(settings, now)
         self.roster = Roster(settings.silence, settings.stuck)
+        self.overgrown = Overgrown(settings.memory_patience)
+        # Workers that drain to be replaced, and when the pool may next be told that one has nothing left.
+        self._replacing: dict[PeerId, float] = {}
         self.malformed = 0
         self.api_refused: dict[str, int] = {}
         # Commands that wait for the pool, by their question.
@@ -109,7 +115,7 @@ class Switchboard:
             effects += self._lost(record, f"engine stuck for {record.report.step_age_ms / 1000:.1f} s", now, kill=True)
         for worker in self.ledger.stopping_too_long(now):
             effects += self._lost(self.roster.peers[worker.peer], "does not stop a request", now, kill=True)
-        return effects
+        return effects + self._replace_overgrown(now)
 
     def snapshot(self, now: float) -> dict[str, object]:
         """As broker/snapshot describes it."""
@@ -185,6 +191,7 @@ class Switchboard:
                 if cause in API_REFUSALS:
                     self.api_refused[cause] = self.api_refused.get(cause, 0) + count
         elif record.role == "worker":
+            self.overgrown.reported(record.id, report.memory, now)
             model = self.ledger.models[self.ledger.workers[record.id].facts.model]
             for kind, packed in report.histograms.items():
                 if kind not in model.histograms or not model.histograms[kind].add(packed):
@@ -231,6 +238,32 @@ class Switchboard:
                 return [ToPool(Order(action, message.target, message.count, reason, message.question, message.source))]
         return [*effects, Answer(AdminReply(message.question, True, text))]
 
+    def _replace_overgrown(self, now: float) -> list[Effect]:
+        """Drain workers that stay over their share, and have the pool start those again that have nothing left."""
+        effects: list[Effect] = []
+        if not self.roster.of_role("pool"):
+            return effects
+        for record in self.roster.of_role("worker"):
+            worker = self.ledger.workers[record.id]
+            if record.id in self._replacing:
+                if not worker.leases and now >= self._replacing[record.id]:
+                    self._replacing[record.id] = now + ORDER_AGAIN_S
+                    effects.append(ToPool(Order("restart", record.name, record.pid, "over its share of memory")))
+            elif self.overgrown.due(record.id, record.name, now) and self._may_leave(worker.facts.model):
+                self.overgrown.replaced(record.name, now)
+                self._replacing[record.id] = now
+                memory = dict(record.report.memory) if record.report else {}
+                effects.append(Note("worker over its share of memory; it drains", {"worker": record.name, **memory}))
+                effects += self.ledger.worker_leaving(record.id, now)
+        return effects
+
+    def _may_leave(self, model: str) -> bool:
+        """One at a time: not while another worker of the model leaves or comes."""
+        coming = ("loading", "backoff", "stopping")
+        if any(child.model == model and child.state in coming for child in self.roster.children.values()):
+            return False
+        return not any(worker.leaving for worker in self.ledger.workers_of(model))
+
     def _mistake(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
         self.malformed += 1
         record = self.roster.peers.get(peer)
@@ -248,6 +281,8 @@ class Switchboard:
         if record.role != "command":
             effects.append(Note(f"{record.role} lost", {"name": record.name, "pid": record.pid, "reason": reason}))
         if record.role == "worker":
+            self.overgrown.left(record.id)
+            self._replacing.pop(record.id, None)
             effects += self.ledger.worker_lost(record.id, now, charge=charge)
             if kill:
                 effects.append(ToPool(Order("kill", record.name, record.pid, reason)))

@@ -36,6 +36,7 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
     slots: requests at once. kv_tokens: rows x longest row that its memory holds. block: tokens committed at a time (1 for
     autoregressive lanes). context: tokens of prompt and reply together. fingerprint: of the files that make prompts.
     folder: where those files lie, for the API, which has to render for a model that it did not start with.
+    weight_bytes, kv_bytes_per_token: measured after loading, as kv_tokens is; 0: not measured.
     """
 
     model: Name
@@ -48,6 +49,8 @@ class WorkerFacts(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid
     abilities: list[Name]
     blas: Name = ""
     folder: Folder = ""
+    weight_bytes: Count = 0
+    kv_bytes_per_token: Count = 0
 
 
 class Hello(_Message, tag=1):

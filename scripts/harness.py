@@ -213,6 +213,12 @@ class Harness:
             check=False,
         )
 
+    def plan(self) -> dict[str, Any]:
+        """`millpond plan --json` with the flags of this instance, running or not."""
+        program = [sys.executable, "-m", "scripts.millpond", "plan", "--json", *self.flags]
+        done = subprocess.run(program, env=self.environment, capture_output=True, text=True, timeout=60, check=True)
+        return json.loads(done.stdout)
+
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, Any]:
         """Status and JSON of a GET."""
         return self._http(urllib.request.Request(self.url + path), timeout_s)

@@ -13,13 +13,15 @@ from common.errors import ConfigError, MillpondError
 
 def parser() -> argparse.ArgumentParser:
     """All subcommands and flags."""
-    from scripts import change_commands, chat, doctor, logs_command, serve_command, status, top, trace_command
+    from scripts import change_commands, chat, doctor, logs_command, plan_command, serve_command, status, top, trace_command
     from scripts.loadtest import command as loadtest
 
     whole = argparse.ArgumentParser(prog="millpond", description="Serves MLX language models from a pool of processes.")
     whole.add_argument("--version", action="version", version=f"millpond {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve_command, chat, status, top, change_commands, trace_command, logs_command, doctor, loadtest):
+    for module in (
+        serve_command, plan_command, chat, status, top, change_commands, trace_command, logs_command, doctor, loadtest,
+    ):  # fmt: skip
         module.register(commands)
     return whole
 

@@ -30,22 +30,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to end. Raises ConfigError for what cannot work."""
     environment = options.resolved(arguments, os.environ)
     chosen = settings.load(WorkerSettings, environment)
-    models = [located(model) for model in chosen.model] or [demo(chosen.home_folder)]
-    names = [model.name for model in models]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"MILLPOND_MODEL: two models are called {max(names, key=names.count)!r}; use name=PATH")
-    for model in models:
-        check_folder(model)
-    unknown = {name for name, _ in chosen.workers if name} - set(names) if not isinstance(chosen.workers, str) else set()
-    if unknown:
-        raise ConfigError(f"MILLPOND_WORKERS: no model is called {sorted(unknown)[0]!r}; there are {', '.join(names)}")
-    environment["MILLPOND_MODEL"] = ",".join(str(model) for model in models)
+    environment["MILLPOND_MODEL"] = ",".join(str(model) for model in models(chosen))
     place = runtime.runtime(chosen.port, chosen.runtime)
     runtime.create(place)
     host = environment.get("MILLPOND_HOST", "127.0.0.1")
     with runtime.hold(place.serve_lock):
         check_port(host, chosen.port)
         return Instance(environment, place, host, chosen.port, chosen.shutdown_timeout).run()
+
+
+def models(chosen: WorkerSettings) -> list[ModelChoice]:
+    """The models to serve, each in a folder that looks like one. Raises ConfigError."""
+    found = [located(model) for model in chosen.model] or [demo(chosen.home_folder)]
+    names = [model.name for model in found]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"MILLPOND_MODEL: two models are called {max(names, key=names.count)!r}; use name=PATH")
+    for model in found:
+        check_folder(model)
+    counts = [] if isinstance(chosen.workers, str) else chosen.workers
+    for setting, given in (("WORKERS", counts), ("SHARE", chosen.share)):
+        unknown = {name for name, _ in given if name} - set(names)
+        if unknown:
+            raise ConfigError(
+                f"MILLPOND_{setting}: no model is called {sorted(unknown)[0]!r}; there are {', '.join(names)}"
+            )
+    return found
 
 
 def demo(home: Path) -> ModelChoice:

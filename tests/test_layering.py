@@ -11,10 +11,11 @@ OURS = ("common", "api", "broker", "worker", "scripts", "fixtures", "tests")
 
 PURE = {
     "common": ["ids", "outcomes", "errors", "envelope", "generation", "histograms", "session", "settings"],
-    "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces"],
+    "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces",
+               "overgrown"],
     "worker": [
         "engine", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "seat",
-        "plan", "supervision", "call_syntax", "reply_grammar", "rollout",
+        "plan", "cache_layout", "shares", "supervision", "call_syntax", "reply_grammar", "rollout",
     ],
     "api": ["normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }

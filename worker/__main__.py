@@ -78,6 +78,8 @@ def _facts(engine: Engine, model: ModelChoice, print_: str) -> WorkerFacts:
         abilities=list(facts.abilities),
         blas=facts.details.get("blas", ""),
         folder=str(model.folder),
+        weight_bytes=facts.weight_bytes,
+        kv_bytes_per_token=facts.kv_bytes_per_token,
     )
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from common import changes, logs
-from common.envelope import Order
+from common.envelope import NO_QUESTION, Order
 from common.errors import ConfigError
 from common.models import ModelChoice, check_folder
 from common.runtime import Runtime
@@ -67,8 +67,16 @@ class Changes:
         return self._environments[key]
 
     def obey(self, order: Order, now: float) -> list[Effect]:
-        """Begin what is asked for, or say why not."""
-        if order.question in self._answered:
+        """Begin what is asked for, or say why not.
+
+        The broker's own wish (no question) names the process it means by its pid, and is said again while it stays
+        unfulfilled, so it needs no answer.
+        """
+        if order.question == NO_QUESTION:
+            child = self._core.children.get(order.target)
+            if self._is_busy() or child is None or child.pid != order.count:
+                return []
+        elif order.question in self._answered:
             return [self._answered[order.question]]
         if order.question == self._question and self._is_busy():
             return []
@@ -230,7 +238,7 @@ class Changes:
 
     def _answers(self, effects: list[Effect]) -> list[Effect]:
         for effect in effects:
-            if isinstance(effect, Told) and effect.final:
+            if isinstance(effect, Told) and effect.final and effect.question != NO_QUESTION:
                 self._answered[effect.question] = effect
                 while len(self._answered) > ANSWERS:
                     self._answered.popitem(last=False)

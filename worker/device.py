@@ -15,13 +15,18 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from common.errors import ConfigError
 
 METAL, CUDA, CPU = "metal", "cuda", "cpu"
+
+# CUDA's own variable: the devices that a process sees, by number or by name.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # Importing mlx and opening a GPU takes a second or two; a driver that hangs must not hang the pool.
 PROBE_TIMEOUT_S = 60.0
@@ -55,13 +60,13 @@ def _own_limit() -> int:
     import mlx.core as mx
 
     kind = backend()
-    if kind == CPU:
-        return psutil.virtual_memory().total
-    facts = mx.device_info()
-    for key in ("max_recommended_working_set_size",) if kind == METAL else ("total_memory", "memory_size"):
-        if facts.get(key):
-            return int(facts[key])
-    raise ConfigError(f"mlx does not tell the memory of this {kind} device; set MILLPOND_MEMORY_BUDGET to a size")
+    return psutil.virtual_memory().total if kind == CPU else memory_of(kind, mx.device_info())
+
+
+def memory_of(kind: str, facts: Mapping[str, str | int]) -> int:
+    """Bytes of a GPU that mlx describes by `facts`; 0: it does not say."""
+    keys = ("max_recommended_working_set_size",) if kind == METAL else ("total_memory", "memory_size")
+    return next((int(facts[key]) for key in keys if facts.get(key)), 0)
 
 
 def available() -> int:
@@ -80,7 +85,10 @@ def memory() -> dict[str, int]:
 
 
 def set_limits(memory_bytes: int, cache_bytes: int) -> None:
-    """Tell mlx how much to use and to keep. On a CPU the first is not enforced by mlx: only the plan keeps to it."""
+    """Tell mlx how much to use and to keep. On a CPU the first is not enforced by mlx: only the plan keeps to it.
+
+    No wired limit: kernel panics are on record where one is set, and mlx serves from memory that is not wired too.
+    """
     import mlx.core as mx
 
     mx.set_memory_limit(memory_bytes)
@@ -94,15 +102,58 @@ def clear_cache() -> None:
     mx.clear_cache()
 
 
-def describe() -> dict[str, int | str]:
-    """What the pool plans with: backend, its memory, its name."""
+def describe() -> dict[str, Any]:
+    """What the pool plans with: the backend, and its devices in order, each with name and memory (bytes; 0: unknown)."""
     import mlx.core as mx
 
-    name = str(mx.device_info().get("device_name", "")) or platform.machine()
-    return {"backend": backend(), "limit": _own_limit(), "name": name}
+    kind = backend()
+    if kind != CUDA:
+        # mlx sees one GPU on a Mac; a CPU is one device, whatever its cores.
+        name = str(mx.device_info().get("device_name", "")) or platform.machine()
+        return {"backend": kind, "devices": [{"name": name, "memory": _own_limit()}]}
+    found = [mx.device_info(mx.Device(mx.gpu, index)) for index in range(mx.device_count(mx.gpu))]
+    devices = [{"name": str(facts.get("device_name", "")), "memory": memory_of(kind, facts)} for facts in found]
+    return {"backend": kind, "devices": devices}
 
 
-def probe() -> dict[str, int | str]:
+@dataclass(frozen=True)
+class Machine:
+    """A machine as the pool sees it. memory: bytes of each device, in order; 0: mlx does not tell."""
+
+    backend: str
+    names: tuple[str, ...]
+    memory: tuple[int, ...]
+
+    def budgets(self, wanted: float | int) -> tuple[int, ...]:
+        """Bytes that may be used of each device: a fraction of it, or a size. Raises ConfigError."""
+        if isinstance(wanted, int):
+            return tuple(wanted for _ in self.memory)
+        if not all(self.memory):
+            raise ConfigError(
+                f"mlx does not tell the memory of this {self.backend} device; set MILLPOND_MEMORY_BUDGET to a size"
+            )
+        return tuple(int(memory * wanted) for memory in self.memory)
+
+    def only(self, index: int, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What to add to a worker's environment so that it sees this device alone; {} where there is one anyway."""
+        if self.backend != CUDA:
+            return {}
+        before = (os.environ if inherited is None else inherited).get(VISIBLE, "")
+        # The operator's own choice counts in the order in which he named them.
+        visible = [name.strip() for name in before.split(",")] if before.strip() else []
+        return {VISIBLE: visible[index] if index < len(visible) else str(index)}
+
+
+def machine() -> Machine:
+    """This one. Raises ConfigError."""
+    found = probe()
+    devices = found["devices"]
+    return Machine(
+        found["backend"], tuple(one["name"] for one in devices), tuple(int(one["memory"]) for one in devices)
+    )
+
+
+def probe() -> dict[str, Any]:
     """describe() asked of a child process, for a process that must not open the device itself. Raises ConfigError."""
     command = [sys.executable, "-m", "worker.device"]
     root = str(Path(__file__).resolve().parent.parent)

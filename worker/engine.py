@@ -99,7 +99,8 @@ class Markup:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine can do, known after load(). abilities hold of every lane."""
+    """What an engine can do, known after load(). abilities hold of every lane. weight_bytes, kv_bytes_per_token: as
+    measured; 0: not."""
 
     slots: int
     kv_tokens: int
@@ -109,6 +110,8 @@ class EngineFacts:
     abilities: Sequence[str]
     details: dict[str, str] = field(default_factory=dict)
     markup: Markup | None = None
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
 
 
 class Unsupported(Exception):

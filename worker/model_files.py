@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from worker import cache_layout
+from worker.cache_layout import CacheLayout
 
 # The format's own bound on its header (safetensors' MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -29,12 +31,13 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length",
 # A model that names no context at all; small, because a prompt past the real one gives nonsense without an error.
 UNKNOWN_CONTEXT = 2048
 
-# Any of these means that the cache is not layers x heads x head size for every token. Formulas for them come later;
-# the plain one is an upper bound for sliding windows and latent caches.
-NOT_PLAIN_ATTENTION = (
-    "kv_lora_rank", "layer_types", "sliding_window_pattern", "full_attention_interval", "attn_layer_indices",
-    "state_size", "ssm_cfg", "mamba_d_state", "linear_num_value_heads", "hybrid_override_pattern", "no_rope_layers",
+# Parts of a checkpoint that mlx-lm leaves out of a text model: towers for pictures and sound, heads for several tokens at
+# once, tables that are computed. Converted models have lost them already.
+LEFT_OUT = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_audio.",
+    "embed_vision.", "mtp.",
 )  # fmt: skip
+COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias", "attn.rope.freqs")
 
 SAMPLING_DEFAULTS = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (0, 1 << 30), "min_p": (0.0, 1.0),
@@ -60,9 +63,10 @@ class Tensor:
 class ModelFacts:
     """A model before it is loaded.
 
-    stored_bytes: the weights as they lie in the files. float32_bytes: all of them dequantized to float32.
-    kv_values_per_token: numbers (not bytes) that the cache keeps for each token. value_bytes: width of the model's own
-    activations. quantization: "" or like "4-bit". estimated: a number here is a guess, see read().
+    stored_bytes: the weights as they lie in the files, without those that mlx-lm leaves there. float32_bytes: all of them
+    dequantized to float32. cache: what rows keep. value_bytes: width of the model's own activations. width, inner,
+    vocabulary: of its widest layers, 0 where not said. quantization: "" or like "4-bit". estimated: a number here is a
+    guess, see read().
     """
 
     kind: str
@@ -74,11 +78,14 @@ class ModelFacts:
     layers: int
     kv_heads: int
     head_size: int
-    kv_values_per_token: int
+    cache: CacheLayout
     value_bytes: int
     eos_ids: tuple[int, ...]
     defaults: dict[str, float | int]
     estimated: bool
+    width: int = 0
+    inner: int = 0
+    vocabulary: int = 0
 
 
 def read(folder: Path) -> ModelFacts:
@@ -89,25 +96,33 @@ def read(folder: Path) -> ModelFacts:
     flat = {**config, **{key: value for key, value in text.items() if value is not None}}
     generation = read_json(folder / "generation_config.json", optional=True)
     tokenizer = read_json(folder / "tokenizer_config.json", optional=True)
-    tensors = read_tensors(folder)
-    parameters, float32_bytes = _counted(tensors, _quantization(flat))
-    layers, kv_heads, head_size = _attention(flat)
+    quantization = _quantization(flat)
+    tensors, sure = _held(read_tensors(folder), flat, quantization)
+    parameters, float32_bytes = _counted(tensors, quantization)
     context, context_known = _context(flat, tokenizer)
+    cache = cache_layout.read(str(config.get("model_type", "")), str(text.get("model_type", "")), flat)
+    kv_heads, head_size = cache_layout.heads_of(flat)
     return ModelFacts(
         kind=str(config.get("model_type", "")),
         parameters=parameters,
         stored_bytes=sum(tensor.bytes for tensor in tensors.values()),
         float32_bytes=float32_bytes,
-        quantization=f"{_quantization(flat)['bits']}-bit" if _quantization(flat).get("bits") else "",
+        quantization=f"{quantization['bits']}-bit" if quantization.get("bits") else "",
         context=context,
-        layers=layers,
+        layers=cache_layout.layers_of(flat),
         kv_heads=kv_heads,
         head_size=head_size,
-        kv_values_per_token=layers * 2 * kv_heads * head_size,
+        cache=cache,
         value_bytes=4 if (flat.get("torch_dtype") or flat.get("dtype")) == "float32" else 2,
         eos_ids=_eos_ids(folder, (generation, config, text), tokenizer),
         defaults=_defaults(generation),
-        estimated=not context_known or not (layers and kv_heads and head_size) or _is_unusual(flat),
+        estimated=not (context_known and cache.known and sure),
+        width=_size(flat, "hidden_size", "n_embd", "d_model"),
+        inner=max(
+            _size(flat, "intermediate_size", "ffn_hidden_size"),
+            _size(flat, "moe_intermediate_size") * max(1, _size(flat, "num_experts_per_tok")),
+        ),
+        vocabulary=_size(flat, "vocab_size"),
     )
 
 
@@ -202,23 +217,30 @@ def _counted(tensors: dict[str, Tensor], quantization: dict[str, Any]) -> tuple[
     return total, total * 4
 
 
-def _attention(config: dict[str, Any]) -> tuple[int, int, int]:
-    """(layers, KV heads, head size); 0 for what is not said."""
+def _held(
+    tensors: dict[str, Tensor], config: dict[str, Any], quantization: dict[str, Any]
+) -> tuple[dict[str, Tensor], bool]:
+    """(the tensors that mlx-lm holds of those in the files; whether that is sure)."""
+    left_out = LEFT_OUT + (("lm_head.",) if config.get("tie_word_embeddings") else ())
+    layers = cache_layout.layers_of(config)
+    # Somebody else's packing: mlx-lm repacks it.
+    held, sure = {}, not quantization.get("quant_method") or "group_size" in quantization
+    for name, tensor in tensors.items():
+        short = name.removeprefix("model.").removeprefix("language_model.")
+        if short.startswith(left_out) or name.endswith(COMPUTED) or name.endswith("weight_scale_inv"):
+            continue
+        parts = short.removeprefix("model.").split(".")
+        if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit() and 0 < layers <= int(parts[1]):
+            continue  # predicts several tokens at once
+        if tensor.dtype.startswith("F8_E4M3"):
+            # Unpacked to bfloat16 with the scales left out above.
+            tensor, sure = Tensor("BF16", tensor.shape, 2 * tensor.bytes), False
+        held[name] = tensor
+    return held, sure
 
-    def first(*names: str) -> int:
-        return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), 0)
 
-    heads = first("num_attention_heads", "n_head", "n_heads")
-    head_size = first("head_dim") or (first("hidden_size", "n_embd", "d_model") // heads if heads else 0)
-    return first("num_hidden_layers", "n_layer", "n_layers"), first("num_key_value_heads") or heads, head_size
-
-
-def _is_unusual(config: dict[str, Any]) -> bool:
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        return True
-    kinds = config.get("layer_types")
-    plain = isinstance(kinds, list) and set(kinds) <= {"full_attention"}
-    return any(config.get(key) for key in NOT_PLAIN_ATTENTION if key != "layer_types") or (bool(kinds) and not plain)
+def _size(config: dict[str, Any], *names: str) -> int:
+    return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), 0)
 
 
 def _context(config: dict[str, Any], tokenizer: dict[str, Any]) -> tuple[int, bool]:

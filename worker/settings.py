@@ -18,6 +18,17 @@ def _parse_count(value: str) -> tuple[str, int]:
 COUNTS = Parser(_parse_count, "a number from 1 to 1024, or name=number")
 
 
+def _parse_share(value: str) -> tuple[str, float]:
+    name, equals, part = value.rpartition("=")
+    share = float(part)
+    if not equals or not name.strip() or not 0 < share <= 1:
+        raise ValueError
+    return name.strip(), share
+
+
+SHARES = Parser(_parse_share, "name=fraction, like chat=0.4")
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """Settings of workers; the pool reads the same ones and passes them on. Durations are seconds, sizes bytes."""
@@ -31,6 +42,9 @@ class WorkerSettings:
     # None by default: room that is kept free is taken from the rows and prompts of those that serve.
     spare_workers: int = setting(
         integer(0, 64), 0, "workers per model that the budget keeps room for, so that a replacement can start beside the old"
+    )
+    share: list[tuple[str, float]] = setting(
+        listing(SHARES), [], "a model's part of the memory budget, name=fraction; repeatable (default: by need)"
     )
     engine: str = setting(choice("batched", "scripted"), "batched", "what generates: MLX, or a script for tests")
     # Rows of one batch. On the two-core reference machine tokens/s still grows up to 16 rows (docs/benchmarks.md).
@@ -75,6 +89,10 @@ class WorkerSettings:
             return None
         counts = dict(self.workers)
         return counts.get(model, counts.get(""))
+
+    def share_of(self, model: str) -> float | None:
+        """The part of the budget that the operator gives a model; None: by need."""
+        return dict(self.share).get(model)
 
     def threads_for(self, workers: int) -> int:
         """CPU threads of each of `workers` workers."""

@@ -1,16 +1,19 @@
 """From settings and the machine to the workers that will be started: names, memory shares, environments.
 
 The bridge between the operator's wishes (worker/settings), the device (worker/device), the models' files (worker/model_files)
-and the pure plan (worker/plan); it starts nothing. Raises ConfigError when the budget holds no worker.
+and the pure plan (worker/shares); it starts nothing. Raises ConfigError when the budget holds no worker.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common import settings
 from common.models import ModelChoice
 from worker import device, model_files
-from worker.plan import KEEP, Plan, plan
+from worker.device import Machine
+from worker.plan import KEEP, Plan
 from worker.settings import WorkerSettings
+from worker.shares import Device, Kind, Placed, Wish, place
 from worker.supervision import ModelRecord, Supervision
 
 
@@ -21,49 +24,74 @@ class Share:
     environment: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What is planned for this machine."""
+
+    machine: Machine
+    budgets: tuple[int, ...]
+    placed: list[Placed]
+
+
+def survey(chosen: WorkerSettings, machine: Callable[[], Machine] = device.machine) -> Survey:
+    """Every model's workers, each with its share and its device."""
+    if chosen.engine == "scripted":
+        return _scripted(chosen)
+    found = machine()
+    budgets = found.budgets(chosen.memory_budget)
+    devices = [Device(index, name, budgets[index]) for index, name in enumerate(found.names)]
+    wishes = [
+        Wish(
+            model.name,
+            model_files.read(model.folder),
+            chosen.workers_for(model.name),
+            chosen.share_of(model.name),
+            chosen.slots,
+            chosen.context,
+            chosen.prompt_cache_bytes,
+        )
+        for model in chosen.model
+    ]
+    # One Apple GPU or CPU gains nothing from two workers that split it: more of them are the operator's choice.
+    kind = Kind(found.backend == device.CPU, found.backend == device.CUDA, chosen.cpu_weights)
+    return Survey(found, budgets, place(devices, wishes, kind))
+
+
+def _scripted(chosen: WorkerSettings) -> Survey:
+    """A script computes nothing: its device is never asked for, and its share is what a budget in bytes allows."""
+    counts = {model.name: chosen.workers_for(model.name) or 1 for model in chosen.model}
+    budget = chosen.memory_budget if isinstance(chosen.memory_budget, int) else 0
+    share = budget // sum(counts.values())
+    placed = []
+    for model in chosen.model:
+        facts = model_files.read(model.folder)
+        context, count = min(chosen.context or facts.context, facts.context), counts[model.name]
+        made = Plan(count, chosen.slots, chosen.slots * context, KEEP, share, 0, 0, 0)
+        placed.append(Placed(model.name, made, context, (0,) * count, (count,)))
+    return Survey(Machine("scripted", ("",), (0,)), (budget,), placed)
+
+
 def divide(chosen: WorkerSettings) -> tuple[Supervision, dict[str, Share]]:
     """The workers to run and each one's share."""
-    # A script computes nothing: its device is never asked for.
-    machine = {"backend": device.CPU, "limit": 0} if chosen.engine == "scripted" else device.probe()
-    budget = chosen.memory_budget
-    if isinstance(budget, float):
-        budget = int(int(machine["limit"]) * budget)
-    # On a CPU and on Metal a second worker of a model splits the same cores, so it is the operator's choice.
-    counts = {model.name: chosen.workers_for(model.name) or 1 for model in chosen.model}
-    total = sum(counts.values())
+    made = survey(chosen)
+    total = sum(len(placed.devices) for placed in made.placed)
     supervision, shares = Supervision(), {}
-    for model in chosen.model:
-        count = counts[model.name]
-        facts = model_files.read(model.folder)
-        context = min(chosen.context or facts.context, facts.context)
-        if chosen.engine == "scripted":
-            planned = Plan(count, chosen.slots, chosen.slots * context, KEEP, 0, 0, 0, 0)
-        else:
-            planned = plan(
-                budget * count // total,
-                facts,
-                count,
-                chosen.slots,
-                context,
-                on_cpu=machine["backend"] == device.CPU,
-                cpu_weights=chosen.cpu_weights,
-                prompt_cache_bytes=chosen.prompt_cache_bytes,
-            )
-        names = [f"{model.name}-{number}" for number in range(count)]
-        supervision.plan(ModelRecord(model.name, planned.slots, context, planned.kv_tokens), names)
-        for name in names:
-            shares[name] = Share(_environment(chosen, model, name, planned, context, total))
+    for model, placed in zip(chosen.model, made.placed, strict=True):
+        planned = placed.plan
+        names = [f"{model.name}-{number}" for number in range(planned.workers)]
+        supervision.plan(ModelRecord(model.name, planned.slots, placed.context, planned.kv_tokens), names)
+        for name, index in zip(names, placed.devices, strict=True):
+            shares[name] = Share(_environment(chosen, model, name, placed, total) | made.machine.only(index))
     return supervision, shares
 
 
-def _environment(
-    chosen: WorkerSettings, model: ModelChoice, name: str, planned: Plan, context: int, total: int
-) -> dict[str, str]:
+def _environment(chosen: WorkerSettings, model: ModelChoice, name: str, placed: Placed, total: int) -> dict[str, str]:
+    planned = placed.plan
     own = {
         "model": str(model),
         "worker_name": name,
         "slots": str(planned.slots),
-        "context": str(context),
+        "context": str(placed.context),
         "kv_tokens": str(planned.kv_tokens),
         "memory_share": str(planned.share_bytes),
         "cpu_weights": planned.precision,

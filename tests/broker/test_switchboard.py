@@ -288,3 +288,90 @@ def test_messages_of_a_session_that_is_over_change_nothing(board: Board) -> None
     assert hangups(board.say(WORKER, Tokens(A, 1, 0))) == [WORKER]
     assert hangups(board.say(WORKER, Done(A, 1, Outcome.STOP))) == [WORKER]
     assert A in board.core.ledger.requests
+
+
+# --- Workers over their share of memory -------------------------------------------------------------------------------
+
+OVER = Report(1, 0, {"active": 120, "cache": 0, "peak": 120, "budget": 100}, {}, {})
+
+
+def restarts(effects: list[Effect]) -> list[str]:
+    orders = [e.message for e in effects if isinstance(e, ToPool) and isinstance(e.message, Order)]
+    return [order.target for order in orders if order.action == "restart"]
+
+
+def grown(workers: int = 2) -> Board:
+    """Workers of one model, of which the first has a request and has been over its share for long."""
+    board = Board(memory_patience=30.0)
+    board.join(API, POOL)
+    for number in range(workers):
+        name = f"m-{number}"
+        board.say(name.encode(), Hello(__version__, "worker", name, number + 1, "host", FACTS))
+    children = [Child(f"m-{number}", "m", number + 1, "ready", 0, None, []) for number in range(workers)]
+    board.say(POOL, PoolState([ModelPlan("m", workers, 2, "ready", 500, 1000)], children))
+    assert [e.peer for e in board.submit(A) if isinstance(e, ToWorker)] == [b"m-0"]
+    board.say(b"m-0", OVER)
+    board.now = 30.0
+    return board
+
+
+def alive(board: Board, *peers: bytes) -> None:
+    """They are heard, and the first of them is still over its share."""
+    for peer in peers:
+        board.say(peer, Heartbeat())
+
+
+def test_a_worker_over_its_share_takes_no_new_work_and_is_started_again_when_it_has_none() -> None:
+    board = grown()
+    alive(board, API, POOL, b"m-0", b"m-1")
+    assert restarts(board.core.tick(board.now)) == []
+    assert board.core.snapshot(board.now)["workers"][0]["state"] == "draining"
+    # Others serve on; what it runs ends by itself.
+    assert [e.peer for e in board.submit(B) if isinstance(e, ToWorker)] == [b"m-1"]
+    assert Relay(API) in board.say(b"m-0", Started(A, 1, "batched", "m-0"))
+    assert restarts(board.core.tick(board.now)) == []
+    assert Relay(API) in board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    assert restarts(board.core.tick(board.now)) == ["m-0"]
+    # Not again at once, but again if nothing comes of it.
+    assert restarts(board.core.tick(board.now + 1)) == []
+    assert restarts(board.core.tick(board.now + 5)) == ["m-0"]
+    board.say(b"m-0", Goodbye("told to end"))
+    assert restarts(board.core.tick(board.now + 20)) == []
+
+
+def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
+    board = grown(3)
+    board.say(b"m-1", OVER)
+    board.now = 60.0
+    alive(board, API, POOL, b"m-0", b"m-1", b"m-2")
+    board.core.tick(board.now)
+    assert [row["state"] for row in board.core.snapshot(board.now)["workers"]] == ["draining", "ready", "ready"]
+    board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    board.say(b"m-0", Goodbye("done"))
+    loading = [Child(f"m-{number}", "m", number + 1, "ready", 0, None, []) for number in (1, 2)]
+    board.say(POOL, PoolState([ModelPlan("m", 3, 2, "ready", 500, 1000)], [Child("m-0", "m", 9, "loading", 1, 0, []), *loading]))
+    assert restarts(board.core.tick(board.now)) == []
+    board.say(b"m-9", Hello(__version__, "worker", "m-0", 9, "host", FACTS))
+    ready = [Child("m-0", "m", 9, "ready", 1, 0, []), *loading]
+    board.say(POOL, PoolState([ModelPlan("m", 3, 2, "ready", 500, 1000)], ready))
+    assert restarts(board.core.tick(board.now)) == [] and restarts(board.core.tick(board.now)) == ["m-1"]
+
+
+def test_a_lone_workers_requests_wait_for_its_successor() -> None:
+    board = grown(1)
+    alive(board, API, POOL, b"m-0")
+    board.core.tick(board.now)
+    assert not any(isinstance(e, (ToWorker, ToApi)) and not isinstance(e.message, Reserved) for e in board.submit(B))
+    board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    assert restarts(board.core.tick(board.now)) == ["m-0"]
+    board.say(b"m-0", Goodbye("told to end"))
+    effects = board.say(b"m-9", Hello(__version__, "worker", "m-0", 9, "host", FACTS))
+    assert [e.peer for e in effects if isinstance(e, ToWorker)] == [b"m-9"]
+
+
+def test_without_a_pool_nobody_is_drained() -> None:
+    board = grown()
+    board.say(POOL, Goodbye("ends"))
+    alive(board, API, b"m-0", b"m-1")
+    board.core.tick(board.now)
+    assert all(row["state"] == "ready" for row in board.core.snapshot(board.now)["workers"])

@@ -14,7 +14,7 @@ from worker import device, sizing
 from worker.changes import Changes
 from worker.layout import lay_out, reseat, seated
 from worker.settings import WorkerSettings
-from worker.supervision import Drain, Seat, Start, Supervision, Told
+from worker.supervision import Drain, Seat, Start, Supervision, Terminate, Told
 
 GIB = 2**30
 QUESTION = b"q" * 16
@@ -27,7 +27,7 @@ def order(action: str, target: str = "m", count: int = 0, source: str = "", ques
 @pytest.fixture
 def chosen(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerSettings:
     """A CPU whose devices need not be asked."""
-    monkeypatch.setattr(device, "probe", lambda: {"backend": device.CPU, "limit": 4 * GIB, "name": "test"})
+    monkeypatch.setattr(device, "probe", lambda: {"backend": device.CPU, "devices": [{"name": "test", "memory": 4 * GIB}]})
     monkeypatch.setattr(device, "cpu_environment", lambda threads, home: {})
     return WorkerSettings(model=[ModelChoice("m", str(tiny_model))], memory_budget=4 * GIB, home=str(tmp_path))
 
@@ -86,8 +86,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_nothing_changes(chosen: W
     pool = Pool(chosen, tmp_path / "r")
     before = dict(pool.core.children)
     told = pool.do(order("scale", count=9))
-    assert not told.done and told.text.startswith("refused: a worker of this model needs 0.5")
-    assert "its share of 4.00 GiB for 9 workers is 0.44 GiB" in told.text
+    assert not told.done and told.text.startswith("refused: worker 8 of 9 of model 'm' needs 0.50 GiB, and the budget is 4.00 GiB")
     assert pool.core.children == before and pool.core.models["m"].workers == 1 and not kept.read(pool.place).workers
     assert pool.do(order("scale", count=2, question=b"r" * 16)).done
 
@@ -172,6 +171,20 @@ def test_what_was_kept_is_read_over_the_settings_and_a_foreign_file_is_refused(t
     place.changes.write_text("[]")
     with pytest.raises(ConfigError, match="remove it"):
         kept.read(place)
+
+
+def test_the_brokers_own_wish_names_a_process_and_is_carried_out_each_time(chosen: WorkerSettings, tmp_path: Path) -> None:
+    pool = Pool(chosen, tmp_path / "r")
+    for pid in (1, 2, 3):
+        own = Order("restart", "m-0", pid, "over its share of memory")
+        assert Terminate("m-0") in pool.changes.obey(own, pool.now)
+        # It is said again while the process ends, and means this process and no later one.
+        assert not pool.changes.obey(own, pool.now)
+        pool.core.exited("m-0", 0, pool.now)
+        pool.core.started("m-0", pid + 1, pool.now)
+        pool.core.ready("m-0")
+        pool.turn()
+        assert not pool.changes.obey(own, pool.now)
 
 
 def test_the_plan_is_the_budgets(chosen: WorkerSettings) -> None:

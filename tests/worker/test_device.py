@@ -121,7 +121,9 @@ def test_mlx_computes_without_a_compiler_and_with_a_broken_one(tmp_path: Path, c
 def test_the_device_is_asked_in_a_child() -> None:
     found = device.probe()
     assert found["backend"] in (device.METAL, device.CUDA, device.CPU)
-    assert int(found["limit"]) > 10**8
+    made = device.machine()
+    assert made.backend == found["backend"] and len(made.names) == len(made.memory) >= 1
+    assert min(made.memory) > 10**8
 
 
 def test_a_child_that_gives_no_answer_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,4 +144,27 @@ def test_memory_is_counted() -> None:
 
 
 def test_describing_the_device_is_json() -> None:
-    assert json.loads(json.dumps(device.describe()))["limit"] > 0
+    assert json.loads(json.dumps(device.describe()))["devices"][0]["memory"] > 0
+
+
+PAIR = device.Machine(device.CUDA, ("H", "H"), (80 << 30, 40 << 30))
+
+
+def test_a_budget_is_a_part_of_each_device_or_a_size() -> None:
+    assert PAIR.budgets(0.5) == (40 << 30, 20 << 30)
+    assert PAIR.budgets(7) == (7, 7)
+    with pytest.raises(ConfigError, match="does not tell the memory of this cuda device"):
+        device.Machine(device.CUDA, ("?",), (0,)).budgets(0.5)
+
+
+def test_a_worker_on_cuda_sees_its_own_device_alone() -> None:
+    assert PAIR.only(1, {}) == {"CUDA_VISIBLE_DEVICES": "1"}
+    # mlx counts what the operator left visible.
+    assert PAIR.only(1, {"CUDA_VISIBLE_DEVICES": "4, GPU-5e"}) == {"CUDA_VISIBLE_DEVICES": "GPU-5e"}
+    assert device.Machine(device.METAL, ("M",), (1,)).only(0, {"CUDA_VISIBLE_DEVICES": "4"}) == {}
+
+
+def test_the_memory_of_a_gpu_is_what_its_backend_calls_it() -> None:
+    facts = {"total_memory": 5, "max_recommended_working_set_size": 4}
+    assert device.memory_of(device.CUDA, facts) == 5 and device.memory_of(device.METAL, facts) == 4
+    assert device.memory_of(device.CUDA, {"memory_size": 3}) == 3 and device.memory_of(device.METAL, {}) == 0

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import ConfigError
 from worker import model_files
+from worker.cache_layout import CacheLayout
 
 LLAMA = {
     "model_type": "llama",
@@ -56,7 +57,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
         )
     )
     assert (facts.parameters, facts.stored_bytes, facts.float32_bytes) == (6464, 12800 + 256, 6464 * 4)
-    assert (facts.layers, facts.kv_heads, facts.head_size, facts.kv_values_per_token) == (2, 2, 16, 128)
+    assert (facts.layers, facts.kv_heads, facts.head_size, facts.cache) == (2, 2, 16, CacheLayout(128))
     assert (facts.kind, facts.context, facts.value_bytes) == ("llama", 512, 2)
     assert facts.quantization == "" and not facts.estimated
     assert facts.eos_ids == (2, 5)
@@ -75,11 +76,30 @@ def test_packed_weights_unfold(tmp_path: Path) -> None:
     assert facts.quantization == "4-bit"
 
 
+def test_what_mlx_lm_leaves_in_the_files_is_not_counted(tmp_path: Path) -> None:
+    more = {
+        "model.layers.1.self_attn.rotary_emb.inv_freq": ("F32", [8]),
+        "model.layers.2.mlp.weight": ("BF16", [64, 64]),  # the config says two layers
+        "vision_tower.patch.weight": ("BF16", [9, 9]),
+        "lm_head.weight": ("BF16", [100, 64]),
+    }
+    tied = model_files.read(folder(tmp_path, LLAMA | {"tie_word_embeddings": True}, PLAIN | more))
+    assert (tied.stored_bytes, tied.parameters, tied.estimated) == (12800 + 256, 6464, False)
+    loose = model_files.read(folder(tmp_path, LLAMA | {"tie_word_embeddings": False}, PLAIN | more))
+    assert loose.stored_bytes == tied.stored_bytes + 12800
+
+
+def test_eight_bit_floats_are_unpacked_at_load(tmp_path: Path) -> None:
+    tensors = {"up.weight": ("F8_E4M3", [8, 8]), "up.weight_scale_inv": ("F32", [1, 1])}
+    facts = model_files.read(folder(tmp_path, LLAMA, tensors))
+    assert (facts.stored_bytes, facts.float32_bytes, facts.estimated) == (128, 256, True)
+
+
 @pytest.mark.demo
 def test_the_demo_model(demo_model: Path) -> None:
     facts = model_files.read(demo_model)
     assert facts.parameters == 134_515_008
-    assert facts.kv_values_per_token * 4 == 46_080
+    assert facts.cache.in_bytes(4).total(1, 1) == 46_080
     assert (facts.context, facts.eos_ids, facts.defaults) == (8192, (2,), {"temperature": 0.2, "top_p": 0.9})
     assert not facts.estimated
 
@@ -107,12 +127,14 @@ def test_every_named_end_counts_and_a_word_is_looked_up(tmp_path: Path) -> None:
     [
         ({"max_position_embeddings": None, "n_ctx": 77}, 77, False),
         ({"max_position_embeddings": None}, model_files.UNKNOWN_CONTEXT, True),
-        ({"kv_lora_rank": 8}, 512, True),
-        ({"sliding_window": 64}, 512, True),
-        ({"sliding_window": 64, "use_sliding_window": False}, 512, False),
-        ({"layer_types": ["full_attention", "linear_attention"]}, 512, True),
-        ({"layer_types": ["full_attention"] * 2}, 512, False),
+        ({"model_type": "of next year"}, 512, True),
+        # mlx-lm's llama knows no window but the one that layer_types names.
+        ({"sliding_window": 64}, 512, False),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 512, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 512, True),
         ({"num_hidden_layers": None}, 512, True),
+        ({"model_type": "deepseek_v3"}, 512, True),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 512, True),
     ],
 )
 def test_guesses_are_marked(tmp_path: Path, change: dict[str, Any], context: int, estimated: bool) -> None:

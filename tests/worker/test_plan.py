@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ConfigError
+from worker.cache_layout import CacheBytes, CacheLayout
 from worker.model_files import ModelFacts
 from worker.plan import (
+    BUFFER_CACHE_SHARE,
     FLOAT32,
     KEEP,
     KV_PEAK,
@@ -14,7 +16,10 @@ from worker.plan import (
     OVERHEAD_BYTES,
     PROMPT_CACHE_SHARE,
     SHORTEST_USEFUL,
+    Needs,
+    fit,
     held_precision,
+    needs,
     plan,
 )
 
@@ -30,7 +35,7 @@ FACTS = ModelFacts(
     layers=30,
     kv_heads=3,
     head_size=64,
-    kv_values_per_token=11_520,
+    cache=CacheLayout(11_520),
     value_bytes=2,
     eos_ids=(2,),
     defaults={},
@@ -93,7 +98,7 @@ def test_a_wanted_context_bounds_the_cache_and_never_exceeds_the_models() -> Non
 
 
 def test_a_model_whose_cache_is_unknown_gets_what_its_slots_ask_for() -> None:
-    made = plan(64 * GIB, replace(FACTS, kv_values_per_token=0, estimated=True), 1, 4)
+    made = plan(64 * GIB, replace(FACTS, cache=CacheLayout(0, known=False), estimated=True), 1, 4)
     assert made.kv_tokens == 4 * 8192
 
 
@@ -108,3 +113,54 @@ def test_the_prompt_cache_is_part_of_the_share() -> None:
 
 def test_a_prompt_cache_never_takes_the_room_of_the_last_conversation() -> None:
     assert plan(4 * GIB, FACTS, 1, 16, prompt_cache_bytes=100 * GIB).kv_tokens >= SHORTEST_USEFUL
+
+
+# --- Caches that do not grow with every token -------------------------------------------------------------------------
+
+# Like gemma3: five layers in six keep 1,024 tokens.
+WINDOWED = replace(FACTS, cache=CacheLayout(2_000, ((1024, 10_000),)))
+# Like qwen3_next: three layers in four keep a state.
+STATES = replace(FACTS, cache=CacheLayout(2_000, row=100_000, row_float32=2_000_000))
+
+
+@pytest.mark.parametrize("facts", [FACTS, WINDOWED, STATES])
+@pytest.mark.parametrize("budget", [2 * GIB, 3 * GIB, 8 * GIB])
+def test_rows_of_any_length_within_the_kv_tokens_stay_inside_the_share(facts: ModelFacts, budget: int) -> None:
+    made = plan(budget, facts, 1, 16)
+    assert made.kv_tokens >= SHORTEST_USEFUL
+    for rows in range(1, made.slots + 1):
+        # What the broker lets in: rows x longest.
+        longest = made.kv_tokens // rows
+        row = made.kv.total(longest + KV_STEP, 1)
+        held = made.weight_bytes + made.overhead_bytes + made.prompt_cache_bytes + KV_PEAK * rows * row
+        assert held <= made.share_bytes
+
+
+def test_a_window_leaves_room_for_more_tokens_than_full_attention_and_a_state_for_fewer_rows() -> None:
+    full = replace(FACTS, cache=CacheLayout(12_000))
+    assert plan(3 * GIB, WINDOWED, 1, 16).kv_tokens > 2 * plan(3 * GIB, full, 1, 16).kv_tokens
+    small = replace(FACTS, cache=CacheLayout(2_000))
+    assert plan(3 * GIB, STATES, 1, 256).slots < plan(3 * GIB, small, 1, 256).slots
+    assert plan(2 * GIB, replace(FACTS, cache=CacheLayout(0, row=1000)), 1, 16).limit == "slots"
+
+
+def test_the_plan_says_what_bounds_it_and_what_is_a_guess() -> None:
+    assert plan(64 * GIB, FACTS, 1, 16).limit == "slots" and plan(3 * GIB, FACTS, 1, 16).limit == "memory"
+    assert not plan(64 * GIB, FACTS, 1, 16).estimated
+    assert plan(64 * GIB, replace(FACTS, estimated=True), 1, 16).estimated
+    assert plan(64 * GIB, FACTS, 1, 16).cache_bytes == 64 * GIB // BUFFER_CACHE_SHARE
+
+
+def test_wide_models_need_more_beside_their_weights() -> None:
+    wide = replace(FACTS, width=8192, inner=28672, vocabulary=128_000)
+    assert needs(FACTS, KEEP, 16).overhead == OVERHEAD_BYTES
+    assert needs(wide, KEEP, 16).overhead > 700 * MIB > needs(wide, KEEP, 1).overhead - OVERHEAD_BYTES
+    assert needs(wide, FLOAT32, 16).overhead > needs(wide, KEEP, 16).overhead
+
+
+def test_what_was_measured_is_divided_like_what_was_planned() -> None:
+    made = plan(3 * GIB, FACTS, 1, 16)
+    same = fit(Needs(made.weight_bytes, made.overhead_bytes, made.kv), made.share_bytes, 16, 8192)
+    assert (same.slots, same.kv_tokens, same.prompt_cache_bytes) == (made.slots, made.kv_tokens, made.prompt_cache_bytes)
+    larger = fit(Needs(made.weight_bytes, made.overhead_bytes, CacheBytes(46_080)), made.share_bytes, 16, 8192)
+    assert larger.kv_tokens == pytest.approx(made.kv_tokens / 2, rel=0.2)

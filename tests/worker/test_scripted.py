@@ -278,6 +278,13 @@ def test_cancel_is_silent_and_may_be_slow(
         assert (engine.step(), engine.busy, clock.now - before) == ([], False, seconds)
 
 
+def test_the_process_holds_what_the_last_script_says(make: Make, ask: Ask) -> None:
+    engine = make()
+    only(engine, ask(scripted(count=1, memory=7)))
+    only(engine, ask(scripted(count=1)))
+    assert engine.memory() == {"active": 7, "cache": 0, "peak": 7}
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 

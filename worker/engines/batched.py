@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from common.errors import ConfigError
 from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
 from worker import device, model_files
@@ -27,13 +28,14 @@ from worker.engines.batch import Batch, Prompt
 from worker.engines.costs import copied_per_s, read_well_together, weight_bytes
 from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
 from worker.engines.logprobs import token_logprobs
+from worker.engines.measure import measured
 from worker.engines.mlx_lm_0_32 import RowNeeds, Token
 from worker.engines.pace import Pace
 from worker.engines.prompt_cache import PromptCache
 from worker.engines.text import Texts, TextStream
 from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
-from worker.plan import AUTO, PROMPT_CACHE_SHARE, held_precision, kv_bytes_per_token
+from worker.plan import AUTO, BUFFER_CACHE_SHARE, PROMPT_CACHE_SHARE, Fit, Needs, fit, held_precision, needs, size
 from worker.reply_grammar import reply_grammar
 from worker.tool_calls import read_offer
 
@@ -124,21 +126,24 @@ class BatchedEngine:
         share = self._memory_share or device.available()
         precision = held_precision(self._cpu_weights, found, share, device.backend() == device.CPU)
         if self._memory_share:
-            device.set_limits(share, share // 16)
+            device.set_limits(share, share // BUFFER_CACHE_SHARE)
+        before = device.memory()["active"]
         self._model: nn.Module | None = load_weights(self._folder, precision, progress)
+        kv, self._vocabulary = measured(self._model)
+        need = Needs(device.memory()["active"] - before, needs(found, precision, self._slots).overhead, kv)
+        context = min(self._context or found.context, found.context)
+        fitted = self._fitted(need, context, progress)
         self._candidates = sampling.CPU_CANDIDATES if device.backend() == device.CPU else 1 << 30
-        self._kept = PromptCache(self._prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
-        per_token = kv_bytes_per_token(found, precision)
+        self._kept = PromptCache(fitted.prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
+        per_token = kv.longest_token
         self._most_padding = weight_bytes(self._model) // max(per_token, 1)
         self._most_copied = int(self._decode_stall_s * copied_per_s() / max(per_token, 1))
         self._new_batch()
-        self._vocabulary = self._measure_vocabulary()
         self._grammars = Grammars(self._texts.tokenizer.to_str(), self._vocabulary, self._stop_ids)
-        context = min(self._context or found.context, found.context)
         written = markup.read(self._folder, self._texts.tokenizer)
         self.facts = EngineFacts(
-            slots=self._slots,
-            kv_tokens=self._kv_tokens or self._slots * context,
+            slots=fitted.slots,
+            kv_tokens=fitted.kv_tokens,
             block=1,
             context=context,
             lanes=(LANE,),
@@ -149,6 +154,8 @@ class BatchedEngine:
                 "backend": device.backend(), "blas": device.blas_in_use(), "weights": precision, "model": found.kind,
             },  # fmt: skip
             markup=written,
+            weight_bytes=need.weights,
+            kv_bytes_per_token=per_token,
         )
         progress("warming up")
         warm_up(self)
@@ -156,6 +163,23 @@ class BatchedEngine:
         self._kept.clear()
         self._pace = Pace(self._decode_stall_s, self._prefill_step)
         progress(f"ready after {time.monotonic() - begun:.1f} s on {self.facts.details['blas']}")
+
+    def _fitted(self, need: Needs, context: int, progress: Callable[[str], None]) -> Fit:
+        """What the share holds, now that weights and caches are known and no longer read from headers."""
+        share = self._memory_share
+        if not share:
+            return Fit(self._slots, self._kv_tokens or self._slots * context, self._prompt_cache_bytes)
+        least = need.least(context)
+        if least > share:
+            raise ConfigError(
+                f"loaded, this model needs {size(least)}, and the worker's share is {size(share)}: "
+                f"{size(least - share)} too little; raise MILLPOND_MEMORY_BUDGET or lower MILLPOND_WORKERS"
+            )
+        fitted = fit(need, share, self._slots, context, self._prompt_cache_bytes)
+        if self._kv_tokens:
+            progress(f"room for {fitted.kv_tokens} KV tokens in {fitted.slots} slots; {self._kv_tokens} were planned")
+        self._slots = fitted.slots
+        return fitted
 
     def rebuild(self) -> None:
         self._waiting.clear()
@@ -324,7 +348,3 @@ class BatchedEngine:
         arrays = mx.stack([logprobs for _, logprobs in asked])
         found = token_logprobs(self._texts, arrays, [item.token for item, _ in asked], counts)
         return {item.uid: logprob for (item, _), logprob in zip(asked, found, strict=True)}
-
-    def _measure_vocabulary(self) -> int:
-        """The model's own number of tokens, which is often more than the tokenizer knows."""
-        return self._model(mx.array([[0]])).shape[-1]

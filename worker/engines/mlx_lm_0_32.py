@@ -17,8 +17,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm import tokenizer_utils
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
 from worker.engines.grammar import RowGrammar, masked
@@ -97,7 +99,19 @@ def load(folder: Path) -> nn.Module:
 
 def unpack_quantized(model: nn.Module) -> nn.Module:
     """The model with plain layers in place of quantized ones, not yet evaluated."""
-    return dequantize_model(model)
+    model = dequantize_model(model)
+    # Those of latent attention it leaves packed.
+    plain = [(name, _plain(layer)) for name, layer in model.named_modules() if isinstance(layer, QuantizedMultiLinear)]
+    if plain:
+        model.update_modules(tree_unflatten(plain))
+    return model
+
+
+def _plain(layer: QuantizedMultiLinear) -> MultiLinear:
+    weight = mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits, layer.mode)
+    made = MultiLinear(weight.shape[2], weight.shape[1], weight.shape[0])
+    made.weight = weight
+    return made
 
 
 def can_be_cut(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
   raise_at   step() raises;  crash_at  the process kills itself;  segv_at  by a segmentation fault
   hang_at    step() sleeps for ever;  spin_at  step() computes for ever
   refuse     true: start() raises Unsupported;  slow_cancel_s: cancel() takes so long
+  memory     from its start on the process says that it holds so many bytes
 
 Without a script the reply is 16 words, the first naming the prompt, so that replies cannot be mistaken for each other.
 Reasoning is written <think>...</think>, a call <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
@@ -86,6 +87,7 @@ class Script(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     spin_at: int | None = None
     refuse: bool = False
     slow_cancel_s: float = 0.0
+    memory: int | None = None
 
 
 @dataclass
@@ -143,6 +145,7 @@ class ScriptedEngine:
         self._rate, self._delay_s, self._block, self._load_s = rate, delay_s, block, load_s
         self._clock, self._sleep, self._kill = clock, sleep, kill
         self._rows: dict[RequestId, _Row] = {}
+        self._memory = 0
         self.facts = EngineFacts(
             slots=slots,
             kv_tokens=slots * context,
@@ -169,7 +172,7 @@ class ScriptedEngine:
         self._rows.clear()
 
     def memory(self) -> dict[str, int]:
-        return {"active": 0, "cache": 0, "peak": 0}
+        return {"active": self._memory, "cache": 0, "peak": self._memory}
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
@@ -183,6 +186,7 @@ class ScriptedEngine:
     def start(self, request_id: RequestId, request: GenerationRequest) -> None:
         self.lane_for(request)
         script, prompt = self._script(request)
+        self._memory = self._memory if script.memory is None else script.memory
         tokens = _tokens(script, prompt, request.prompt)
         capped = len(tokens) >= request.max_tokens
         self._rows[request_id] = _Row(
@@ -222,7 +226,7 @@ class ScriptedEngine:
             script = msgspec.convert(plain, Script)
         except (ValueError, msgspec.ValidationError) as error:
             raise Unsupported(f"script: {error}") from None
-        numbers = [script.count, script.rate, script.delay_s, script.slow_cancel_s]
+        numbers = [script.count, script.rate, script.delay_s, script.slow_cancel_s, script.memory]
         if any(number is not None and number < 0 for number in numbers) or not 1 <= (script.block or 1) <= MAX_BLOCK:
             raise Unsupported(f"script: a number is negative, or block is not from 1 to {MAX_BLOCK}")
         return script, (before + after.lstrip()[end:]).strip()
