@@ -143,7 +143,7 @@ class Chaos:
             raise Violation(f"error shape {list(error)}")
         if status not in REFUSALS and not (status == 400 and "script" in error["message"].lower() or status == 400):
             raise Violation(f"status {status}: {error}")
-        return f"{status} {error['code'] or error['type']}"
+        return f"{status} {error['code'] or error['message'][:40]}"
 
     async def stream(self, reply: httpx.Response, expected: str, leave_after: int | None, n: int) -> str:
         texts = [""] * n

@@ -202,7 +202,9 @@ class Changes:
         try:
             layout = future.result()
         except ConfigError as error:
-            return self._answers([Told(question, False, f"refused: {error}", True)])
+            spare = wish.chosen.spare_workers
+            counted = f" (with {spare} kept free by MILLPOND_SPARE_WORKERS)" if spare else ""
+            return self._answers([Told(question, False, f"refused: {error}{counted}", True)])
         except Exception as error:
             logging.getLogger("millpond").exception("a plan could not be made")
             return self._answers([Told(question, False, f"refused: {type(error).__name__} while planning", True)])
