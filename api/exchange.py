@@ -19,11 +19,7 @@ from common.errors import ServingError
 from common.generation import GenerationRequest
 from common.ids import ID_BYTES, RequestId
 from common.outcomes import Outcome
-
-# Enough tokens to tell one system prompt from another; reading fewer again costs nothing to speak of.
-PREFIX_BLOCK = 64
-# Reached beyond a million tokens.
-MOST_HASHES = 64
+from common.prefix import HASH_BYTES, lengths
 
 # Renders for the model with this fingerprint: a request for each ticket, and the fingerprint. Raises ServingError or what
 # makes an answer of its own.
@@ -150,16 +146,17 @@ class Exchange:
 
 
 def prefix_hashes(prompt: Sequence[int]) -> bytes:
-    """Eight bytes for each of several heads of a prompt, the shortest first: 64 tokens, then longer by 64 or, from 512 on,
-    by a quarter to an eighth. Prompts with a common head share all the hashes up to its length, so the next turn of a
-    conversation shares nearly all of the last one's."""
+    """The prompt's prefix as common/prefix has it: prompts with a common head share all the hashes up to its length, so the
+    next turn of a conversation shares nearly all of the last one's."""
     whole = array("I", prompt).tobytes()
     size = len(whole) // max(1, len(prompt))
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
     hashes: list[bytes] = []
-    at, length = 0, PREFIX_BLOCK
-    while length <= len(prompt) and len(hashes) < MOST_HASHES:
+    at = 0
+    for length in lengths():
+        if length > len(prompt):
+            break
         digest.update(whole[at * size : length * size])
         hashes.append(digest.copy().digest())
-        at, length = length, length + max(PREFIX_BLOCK, 1 << (length.bit_length() - 3))
+        at = length
     return b"".join(hashes)

@@ -7,7 +7,7 @@ the worker says DONE or is gone, so a cancelled request is over at once for its 
 counts only under a lease with the same attempt. (5) A death is charged to the requests that ran under it; two end a request.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from broker import policy
 from broker.deadlines import Deadlines
@@ -396,7 +396,7 @@ class Ledger:
                     stale.append(request)
                 elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
                     unservable.append((request, Outcome.TOO_LONG))
-                elif (worker := policy.choose_worker(able, request, self._readers(model, request))) is not None:
+                elif (worker := policy.choose_worker(able, request, self._read(model, request))) is not None:
                     choice = request, worker
                     break
                 else:
@@ -412,16 +412,17 @@ class Ledger:
                 request.passed_over += 1
         return choice
 
-    def _readers(self, model: Model, request: Request) -> Collection[PeerId]:
-        """The workers that are known to have read the head of its prompt."""
-        return model.prefixes.holders(request.prefix) if self._settings.prefix_routing else ()
+    def _read(self, model: Model, request: Request) -> dict[PeerId, int]:
+        """How much of its prompt workers are known to have read."""
+        return model.prefixes.read(request.prefix) if self._settings.prefix_routing else {}
 
     def _route(self, model: Model, request: Request, worker: Worker) -> None:
         """Count what became of the prefix, and remember who has it. With one worker there is nothing to choose."""
         if not self._settings.prefix_routing or len(self.workers_of(model.name)) == 1:
             return
-        readers = model.prefixes.holders(request.prefix)
-        model.routed["hit" if worker.peer in readers else "diverted" if readers else "new"] += 1
+        read = model.prefixes.read(request.prefix)
+        most = max(read.values(), default=0)
+        model.routed["new" if not most else "hit" if read.get(worker.peer) == most else "diverted"] += 1
         model.prefixes.given(request.prefix, worker.peer)
 
     def _fingerprint(self, model: Model, ids: Iterable[RequestId]) -> str:

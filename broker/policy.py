@@ -1,7 +1,7 @@
 """The decisions of admission and placement, one function each (pure, no state)."""
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from broker.records import Request, Worker
 from common.ids import PeerId
@@ -12,9 +12,9 @@ MAX_PASSED_OVER = 8
 # How far behind a blocked head a smaller request is looked for, which bounds the work of one dispatch.
 LOOKAHEAD = 16
 
-# How much more of its slots may be taken of the worker that has read a prompt's head than of the idlest one: a row more in a
-# batch costs a few hundredths of a step, reading a long prompt again costs many steps.
-PREFIX_MARGIN = 0.25
+# So many tokens not to be read again are worth one row more beside oneself: about what a row has to read itself, or on a
+# GPU what it costs a reply of some hundred tokens in longer steps.
+ROW_TOKENS = 256
 
 # Twenty ranks of priority are worth nine tenths of the longest wait, so that rank alone lets nobody wait in vain.
 AGED_SHARE, RANKS = 0.9, 20
@@ -55,24 +55,22 @@ def serves(worker: Worker, request: Request) -> bool:
     return not request.fingerprint or request.fingerprint == worker.facts.fingerprint
 
 
-def choose_worker(workers: Iterable[Worker], request: Request, readers: Collection[PeerId] = ()) -> Worker | None:
+def choose_worker(workers: Iterable[Worker], request: Request, read: Mapping[PeerId, int] = {}) -> Worker | None:
     """The worker with the smallest share of its slots taken, then the one that got work the longest ago; None: nobody can.
 
-    readers: workers that have read the prompt's head. The idlest of them is preferred while it is not much busier.
+    read: tokens of the prompt's head that workers have read. Such a one is preferred while what it need not read again
+    is worth the rows that it has more than the idlest.
     """
     able = [w for w in workers if w.free > 0 and serves(w, request) and fits(w, request.tokens)]
-    idlest = min(able, key=_load, default=None)
-    if idlest is None or not readers:
-        return idlest
-    reader = min((w for w in able if w.peer in readers), key=_load, default=idlest)
-    return reader if _near_enough(reader, idlest) else idlest
+    if not able or not read:
+        return min(able, key=_load, default=None)
+    least = min(map(_load, able))[0]
 
+    def cost(worker: Worker) -> tuple[float, int]:
+        share, last = _load(worker)
+        return (share - least) * worker.facts.slots * ROW_TOKENS - read.get(worker.peer, 0), last
 
-def _near_enough(reader: Worker, idlest: Worker) -> bool:
-    # Nobody stands idle while a reader has company; two rows on one worker and none on the other waste half the machine.
-    if len(reader.leases) <= 1:
-        return True
-    return bool(idlest.leases) and _load(reader)[0] <= _load(idlest)[0] + PREFIX_MARGIN
+    return min(able, key=cost)
 
 
 def _load(worker: Worker) -> tuple[float, int]:

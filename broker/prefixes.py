@@ -1,57 +1,57 @@
 """Which workers have read which beginnings of prompts (pure).
 
-A prefix is the hashes of a prompt's head at growing lengths, shortest first, as the API made them; what was hashed is not
-known here. What a worker has forgotten meanwhile is not known either: a wrong guess costs what no guess would.
+Prefixes are as in common/prefix. What a worker has forgotten meanwhile is not known: a wrong guess costs what no guess would.
 Invariant: at most `most` hashes are kept, the least recently used goes first.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from common.ids import PeerId
+from common.prefix import HASH_BYTES, lengths
 
-HASH_BYTES = 8
 # A prompt of 2,000 tokens has 16 hashes: the last five hundred prompts or so, about 2 MB.
 MOST = 8192
+_LENGTHS = tuple(lengths())
 
 
 class Prefixes:
-    """Hash -> workers that were given a prompt which begins so, latest last."""
+    """Hash -> workers that were given a prompt which begins so."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._holders: OrderedDict[bytes, tuple[PeerId, ...]] = OrderedDict()
+        self._readers: OrderedDict[bytes, tuple[PeerId, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._readers)
 
-    def holders(self, prefix: bytes) -> Collection[PeerId]:
-        """The workers that know the longest beginning which any of them knows."""
-        for hash_ in reversed(list(_hashes(prefix))):
-            found = self._holders.get(hash_)
-            if found:
-                return found
-        return ()
+    def read(self, prefix: bytes) -> dict[PeerId, int]:
+        """How many tokens of this prompt's head each worker has read; those that have read none are left out."""
+        found: dict[PeerId, int] = {}
+        for hash_, length in zip(_hashes(prefix), _LENGTHS, strict=False):
+            for peer in self._readers.get(hash_, ()):
+                found[peer] = length
+        return found
 
     def given(self, prefix: bytes, peer: PeerId) -> None:
         """A worker was given this prompt."""
         for hash_ in _hashes(prefix):
-            holders = self._holders.get(hash_, ())
-            if peer not in holders:
-                self._holders[hash_] = (*holders, peer)
-            self._holders.move_to_end(hash_)
-        while len(self._holders) > self._most:
-            self._holders.popitem(last=False)
+            readers = self._readers.get(hash_, ())
+            if peer not in readers:
+                self._readers[hash_] = (*readers, peer)
+            self._readers.move_to_end(hash_)
+        while len(self._readers) > self._most:
+            self._readers.popitem(last=False)
 
     def forget(self, peer: PeerId) -> None:
         """A worker is gone or will take nothing more. Looks at everything: workers go rarely."""
-        for hash_, holders in list(self._holders.items()):
-            if peer in holders:
-                rest = tuple(other for other in holders if other != peer)
+        for hash_, readers in list(self._readers.items()):
+            if peer in readers:
+                rest = tuple(other for other in readers if other != peer)
                 if rest:
-                    self._holders[hash_] = rest
+                    self._readers[hash_] = rest
                 else:
-                    del self._holders[hash_]
+                    del self._readers[hash_]
 
 
 def _hashes(prefix: bytes) -> Iterator[bytes]:

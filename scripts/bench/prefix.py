@@ -1,6 +1,6 @@
 """prefix: what it is worth to send a prompt to the worker that has read its head.
 
-Conversations on two one-thread workers of the demo model: several at once, each with a system prompt that it shares with
+Conversations on two one-thread workers of the demo model: several at once, each about a document that it shares with
 another one, each turn the whole history and a new question. Replies and pauses differ in length, as they do: equal ones
 keep step, and then even the idlest worker is by chance always the same one. Two instances, with the routing and without,
 take turns; no round repeats another's words, and both get the same.
@@ -20,9 +20,9 @@ from scripts.bench.meter import CpuMeter, alternating, median
 from scripts.harness import Harness
 from scripts.loadtest.plan import WORDS
 
-CONVERSATIONS = 5
-SYSTEMS = 2
-SYSTEM_WORDS, QUESTION_WORDS = 150, 50
+CONVERSATIONS = 6
+SYSTEMS = 3
+SYSTEM_WORDS, QUESTION_WORDS = 450, 30
 REPLY_TOKENS = (4, 24)
 PAUSE_S = (0.0, 4.0)
 
@@ -49,7 +49,7 @@ class Round:
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    rounds, turns = (1, 2) if quick else (3, 5)
+    rounds, turns = (1, 2) if quick else (3, 4)
     flags = ("--workers", "2", "--threads", "1", "--prefix-routing")
     with demo(*flags, "1") as routed, demo(*flags, "0") as plain:
         loads = Load(routed, turns), Load(plain, turns)

@@ -2,8 +2,8 @@
 
 import itertools
 
-from api.exchange import MOST_HASHES, prefix_hashes
-from broker.prefixes import HASH_BYTES
+from api.exchange import prefix_hashes
+from common.prefix import HASH_BYTES, MOST_HASHES
 
 
 def hashes(prompt: list[int]) -> list[bytes]:

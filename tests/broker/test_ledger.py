@@ -402,21 +402,22 @@ def test_a_single_request_waits_for_one_running_request_of_a_flood() -> None:
 
 def test_repeat_prompts_go_where_their_head_was_read_until_that_worker_is_too_busy() -> None:
     book = Book(slots=8, workers=2, max_queue=9)
-    prefix = b"prefix-1prefix-2"
+    # Six hashes are 384 tokens: worth one row and not two.
+    prefix = b"".join(b"prefix-%d" % n for n in range(6))
     first = dispatched(book.submit(1, prefix=prefix))[0][2]
     assert dispatched(book.submit(2, prefix=prefix))[0][2] == first
     other = dispatched(book.submit(3, prefix=prefix))[0][2]
     assert other != first
     assert book.ledger.models["m"].routed == {"new": 1, "hit": 1, "diverted": 1}
-    # Both have read it now; a longer prompt is known by the longest head.
-    assert dispatched(book.submit(4, prefix=prefix + b"other---"))[0][2] == other
-    for number in (1, 2):
-        book.done(number, first)
+    # Both have read it now; a longer prompt is known by its longest head.
+    assert dispatched(book.submit(4, prefix=prefix + b"longer--"))[0][2] == other
+    book.done(1, first)
+    assert dispatched(book.submit(5, prefix=prefix + b"longer--"))[0][2] == first
     book.done(3, other)
-    assert dispatched(book.submit(5, prefix=prefix + b"other---"))[0][2] == other
-    assert book.ledger.models["m"].routed == {"new": 1, "hit": 3, "diverted": 1}
+    assert dispatched(book.submit(6, prefix=prefix + b"longer--"))[0][2] == other
+    assert book.ledger.models["m"].routed == {"new": 1, "hit": 3, "diverted": 2}
     book.seen(book.ledger.worker_lost(other, 0.0))
-    assert len(book.ledger.models["m"].prefixes) == 2
+    assert len(book.ledger.models["m"].prefixes) == 7
 
 
 def test_without_prefix_routing_and_with_one_worker_nothing_is_remembered() -> None:

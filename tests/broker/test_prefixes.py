@@ -14,13 +14,13 @@ def prefix(text: str) -> bytes:
     return b"".join(text[: n + 1].encode().ljust(8, b"-") for n in range(len(text)))
 
 
-def test_the_longest_beginning_that_anybody_knows_counts() -> None:
+def test_each_workers_longest_beginning_counts() -> None:
     known = Prefixes()
     known.given(prefix("sys1"), A)
     known.given(prefix("sys2"), B)
-    assert set(known.holders(prefix("sys9"))) == {A, B}
-    assert set(known.holders(prefix("sys1more"))) == {A}
-    assert not known.holders(prefix("other")) and not known.holders(b"")
+    assert known.read(prefix("sys9")) == {A: 192, B: 192}
+    assert known.read(prefix("sys1more")) == {A: 256, B: 192}
+    assert known.read(prefix("other")) == known.read(b"") == {}
 
 
 def test_who_is_gone_is_forgotten() -> None:
@@ -28,7 +28,7 @@ def test_who_is_gone_is_forgotten() -> None:
     known.given(prefix("one"), A)
     known.given(prefix("on"), B)
     known.forget(A)
-    assert set(known.holders(prefix("one"))) == {B} and len(known) == 2
+    assert known.read(prefix("one")) == {B: 128} and len(known) == 2
     known.forget(B)
     assert len(known) == 0
 
@@ -40,8 +40,8 @@ def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
     known.given(prefix("abc"), A)
     known.given(prefix("k"), B)
     assert len(known) == 6
-    assert known.holders(prefix("abc")) and known.holders(prefix("k"))
-    assert known.holders(b"xyz-----") and not known.holders(b"x-------")
+    assert known.read(prefix("abc")) == {A: 192} and known.read(prefix("k")) == {B: 64}
+    assert known.read(prefix("xy")) == {A: 128} and known.read(prefix("x")) == {}
 
 
 def worker(peer: PeerId, taken: int, slots: int = 8) -> Worker:
@@ -50,19 +50,24 @@ def worker(peer: PeerId, taken: int, slots: int = 8) -> Worker:
     return made
 
 
-def test_a_reader_is_preferred_until_it_is_too_busy() -> None:
+def test_a_reader_is_preferred_while_what_it_has_read_is_worth_its_rows() -> None:
     request = Request(RequestId(b"r"), PeerId(b"api"), "", "m", 0, "", 1.0, 0.0)
 
-    def chosen(*taken: int, readers: tuple[PeerId, ...]) -> PeerId:
+    def chosen(*taken: int, read: dict[PeerId, int]) -> PeerId:
         workers = [worker(peer, count) for peer, count in zip((A, B, C), taken, strict=False)]
-        found = policy.choose_worker(workers, request, readers)
+        found = policy.choose_worker(workers, request, read)
         assert found is not None
         return found.peer
 
-    assert chosen(1, 0, readers=(A,)) == A
-    assert chosen(2, 0, readers=(A,)) == B
-    assert chosen(3, 1, readers=(A,)) == A
-    assert chosen(4, 1, readers=(A,)) == B
-    assert chosen(4, 2, 3, readers=(A, C)) == C
-    assert chosen(8, 7, readers=(A,)) == B
-    assert chosen(1, 0, readers=()) == chosen(1, 0, readers=(C,)) == B
+    row = policy.ROW_TOKENS
+    assert chosen(1, 0, read={}) == chosen(1, 0, read={C: 5000}) == B
+    assert chosen(0, 0, read={B: 64}) == chosen(3, 3, read={B: 64}) == B
+    assert chosen(1, 0, read={A: row - 64}) == B
+    assert chosen(1, 0, read={A: row + 64}) == A
+    assert chosen(4, 1, read={A: 3 * row + 64}) == A
+    assert chosen(5, 1, read={A: 3 * row + 64}) == B
+    # What the idlest has read itself counts as well.
+    assert chosen(2, 0, read={A: 2 * row + 64, B: 128}) == B
+    assert chosen(4, 2, 3, read={A: 512, C: 512}) == C
+    # Nobody waits for a reader that is full.
+    assert chosen(8, 7, read={A: 100 * row}) == B

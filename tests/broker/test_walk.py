@@ -65,7 +65,7 @@ BROKEN = {
         " or Request(message.request, PeerId(b'A'), '', 'm', 0, '', 1.0, 0.0)\n            effects.append",
     ),
     "KV memory ignored": (
-        "policy.choose_worker(able, request, self._readers(model, request))",
+        "policy.choose_worker(able, request, self._read(model, request))",
         "next((w for w in able if w.free > 0), None)",
     ),
     "displaced while it runs": ("        model.queue.discard(request.id, request.key)\n        if request.prefix", "        if request.prefix"),
