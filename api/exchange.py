@@ -31,6 +31,8 @@ class Exchange:
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
         self.tickets = [Ticket(RequestId(secrets.token_bytes(ID_BYTES)), self.poke) for _ in range(count)]
+        # Fields of the request that nothing will come of, known once the model's abilities are.
+        self.ignored: tuple[str, ...] = ()
         self.began_at = time.monotonic()
         self.submitted_at = self.accepted_at = 0.0
 

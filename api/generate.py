@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from api.abilities import not_honoured, sampling
 from api.broker_link import BrokerLink
 from api.exchange import Exchange
 from api.fields import refuse
@@ -22,7 +23,7 @@ from api.responses import RequestError, model_not_found
 from api.served import ServedModel, find
 from api.template import TemplateComplaint
 from common.errors import ServingError
-from common.generation import GenerationRequest
+from common.generation import GenerationRequest, Sampling
 from common.outcomes import Outcome
 
 T = TypeVar("T")
@@ -35,12 +36,15 @@ class Generation:
     """What resources use to generate."""
 
     def __init__(
-        self, models: dict[str, ServedModel], link: BrokerLink, threads: ThreadPoolExecutor, max_prompt: int
-    ) -> None:
+        self, models: dict[str, ServedModel], link: BrokerLink, threads: ThreadPoolExecutor, max_prompt: int,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
+        """strict: a field that cannot be honoured is refused."""
         self.models = models
         self.link = link
         self._threads = threads
         self._max_prompt = max_prompt
+        self._strict = strict
         self._abilities: dict[str, frozenset[str]] = {}
         self._abilities_until = 0.0
 
@@ -66,11 +70,12 @@ class Generation:
         """
         _check_against_model(chat, model)
         exchange = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
+        drawn = await self._sampling(chat.sampling, model, exchange)
         grammar = await self._grammar(chat, model)
         prompt = await self._prompt(chat, model)
         line.mark("rendered")
         line.prompt_tokens = len(prompt.ids)
-        exchange.submit(_chat_requests(chat, model, prompt, grammar), model.fingerprint)
+        exchange.submit(_chat_requests(chat, model, prompt, drawn, grammar), model.fingerprint)
         return exchange, bool(grammar)
 
     async def begin_text(
@@ -84,6 +89,7 @@ class Generation:
         check_bias(asked.sampling, model)
         check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], model)
         exchange = await self._reserve(len(asked.prompts) * asked.n, asked.priority, asked.stream, model, line)
+        drawn = await self._sampling(asked.sampling, model, exchange)
         limit = model.prompt_limit(self._max_prompt)
         try:
             prompts = await self.in_thread(lambda: [model.prompts.text(prompt, limit) for prompt in asked.prompts])
@@ -91,7 +97,7 @@ class Generation:
             raise _too_long(error, limit, "prompt") from None
         line.mark("rendered")
         line.prompt_tokens = sum(map(len, prompts))
-        exchange.submit(_text_requests(asked, model, prompts), model.fingerprint)
+        exchange.submit(_text_requests(asked, model, prompts, drawn), model.fingerprint)
         texts = [
             prompt if isinstance(prompt, str) else model.prompts.tokens.decode(prompt)
             for prompt in (asked.prompts if asked.echo else ())
@@ -114,6 +120,14 @@ class Generation:
             ticket.quiet = not stream
         return exchange
 
+    async def _sampling(self, given: dict[str, Any], model: ServedModel, exchange: Exchange) -> Sampling:
+        """How the request is drawn; what the model cannot honour of it is noted. Raises RequestError when strict."""
+        if not given and model.defaults == Sampling():
+            return model.defaults
+        abilities = await self._abilities_of(model)
+        exchange.ignored += not_honoured(given, abilities, self._strict)
+        return sampling(given, model.defaults, abilities)
+
     async def _prompt(self, chat: NormalizedChat, model: ServedModel) -> Prompt:
         limit = model.prompt_limit(self._max_prompt)
         try:
@@ -129,7 +143,7 @@ class Generation:
         wanted = chat.response_format
         if not wanted.json_mode:
             return ""
-        if "grammar" not in await self._abilities_of(model.name):
+        if "grammar" not in await self._abilities_of(model):
             if wanted.strict:
                 raise refuse("response_format", "response_format: strict schemas cannot be enforced by this model")
             return ""
@@ -137,12 +151,15 @@ class Generation:
             return json.dumps(wanted.schema, ensure_ascii=False)
         return ANY_OBJECT
 
-    async def _abilities_of(self, name: str) -> frozenset[str]:
+    async def _abilities_of(self, model: ServedModel) -> frozenset[str]:
         if time.monotonic() >= self._abilities_until:
             snapshot = await self.link.snapshot()
-            self._abilities = {entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ())}
+            # A model none of whose workers is there keeps those that it had: they will come back.
+            self._abilities |= {
+                entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ()) if entry["lanes"]
+            }
             self._abilities_until = time.monotonic() + ABILITIES_S
-        return self._abilities.get(name, frozenset())
+        return self._abilities.get(model.name, model.assumed)
 
 
 def check_bias(sampling: dict[str, Any], model: ServedModel) -> None:
@@ -172,12 +189,14 @@ def _too_long(error: TooLong, limit: int, param: str) -> RequestError:
     return RequestError(400, message, code="context_length_exceeded", param=param)
 
 
-def _chat_requests(chat: NormalizedChat, model: ServedModel, prompt: Prompt, grammar: str) -> list[GenerationRequest]:
+def _chat_requests(
+    chat: NormalizedChat, model: ServedModel, prompt: Prompt, drawn: Sampling, grammar: str
+) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt.ids,
             max_tokens=min(chat.max_tokens, model.context - len(prompt.ids)),
-            sampling=model.sampling(chat.sampling),
+            sampling=drawn,
             stop=chat.stop,
             top_logprobs=chat.top_logprobs,
             thinking=bool(chat.template_kwargs["enable_thinking"]),
@@ -191,13 +210,13 @@ def _chat_requests(chat: NormalizedChat, model: ServedModel, prompt: Prompt, gra
 
 
 def _text_requests(
-    asked: NormalizedCompletion, model: ServedModel, prompts: Sequence[list[int]]
+    asked: NormalizedCompletion, model: ServedModel, prompts: Sequence[list[int]], drawn: Sampling
 ) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt,
             max_tokens=min(asked.max_tokens, model.context - len(prompt)),
-            sampling=model.sampling(asked.sampling),
+            sampling=drawn,
             stop=asked.stop,
             top_logprobs=asked.logprobs,
             choice=choice,

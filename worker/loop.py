@@ -194,8 +194,8 @@ class WorkerLoop:
 
     def _send_due(self, now: float) -> None:
         """Send what may not wait for the next step: its first piece, and what would then have waited too long."""
-        if not self._engine.busy or not all(seat.running.decoding for seat in self._running.values()):
-            # A prompt that is being read makes the next step as long as it likes.
+        if self._engine.facts.block > 1 or not self._engine.busy or not all(seat.running.decoding for seat in self._running.values()):
+            # A prompt that is being read makes the next step as long as it likes; a block is a frame.
             self._send_waiting()
             return
         next_at = now + max(self._engine.due_in(), self._step_s)

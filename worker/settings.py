@@ -48,6 +48,15 @@ class WorkerSettings:
     cpu_weights: str = setting(
         choice("auto", "float32", "keep"), "auto", "weights on CPU: float32 where they fit, or as stored"
     )
+    # mlx-vlm's own defaults; what a model's makers chose stands where a setting says 0.
+    diffusion_steps: int = setting(integer(0, 4096), 0, "block diffusion: denoising steps of a block at most (0: the model's own)")
+    diffusion_threshold: float = setting(
+        number(0, 1), 0.9, "block diffusion: how sure a position must be to be kept, with the sampler confidence-threshold"
+    )
+    diffusion_canvas: int = setting(integer(0, 65536), 0, "block diffusion: positions of a block at most (0: the model's own)")
+    diffusion_sampler: str = setting(
+        choice("confidence-threshold", "entropy-bound"), "confidence-threshold", "block diffusion: which positions a step keeps"
+    )
     scripted_rate: float = setting(number(0, 1e6, "tokens/s"), 50.0, "scripted engine: tokens/s per request, 0 as fast as it goes")
     scripted_delay: float = setting(seconds(0, 3600), 0.0, "scripted engine: time before the first token")
     scripted_block: int = setting(integer(1, 65536), 1, "scripted engine: tokens committed at a time")

@@ -7,7 +7,7 @@ and the pure plan (worker/plan); it starts nothing. Raises ConfigError when the 
 from dataclasses import dataclass
 
 from common import settings
-from common.models import ModelChoice
+from common.models import ModelChoice, denoises
 from worker import device, model_files
 from worker.plan import KEEP, Plan, plan
 from worker.settings import WorkerSettings
@@ -43,7 +43,8 @@ def divide(chosen: WorkerSettings) -> tuple[Supervision, dict[str, Share]]:
                 budget * count // total,
                 facts,
                 count,
-                chosen.slots,
+                # The serial lane runs one request at a time; the others wait in the broker, where they can go elsewhere.
+                1 if denoises(model.folder) else chosen.slots,
                 context,
                 on_cpu=machine["backend"] == device.CPU,
                 cpu_weights=chosen.cpu_weights,

@@ -41,7 +41,7 @@ class Chat:
         )
         model = self._generation.model(chat.model)
         exchange, enforced = await self._generation.begin_chat(chat, model, line)
-        list_ignored(resp, chat.ignored)
+        list_ignored(resp, (*chat.ignored, *exchange.ignored))
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{model.fingerprint}")
