@@ -21,13 +21,17 @@ NORMAL, IN_REASONING, IN_TOOL = "normal", "reasoning", "tool"
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One generated token: its id and the text that became decodable with it ("" while a character is incomplete)."""
+    """One generated token: its id and the text that became decodable with it ("" while a character is incomplete).
+
+    rejected_drafts: how many drafted tokens were thrown away in the pass that ended with this one.
+    """
 
     request: RequestId
     token: int
     text: str
     logprob: TokenLogprob | None = None
     from_draft: bool = False
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Markup:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine can do, known after load(). abilities hold of every lane."""
+    """What an engine can do, known after load(). abilities hold of every lane that has none of its own in
+    lane_abilities."""
 
     slots: int
     kv_tokens: int
@@ -106,6 +111,7 @@ class EngineFacts:
     abilities: Sequence[str]
     details: dict[str, str] = field(default_factory=dict)
     markup: Markup | None = None
+    lane_abilities: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Unsupported(Exception):

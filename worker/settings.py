@@ -18,6 +18,18 @@ def _parse_count(value: str) -> tuple[str, int]:
 COUNTS = Parser(_parse_count, "a number from 1 to 1024, or name=number")
 
 
+def _parse_draft(value: str) -> tuple[str, str]:
+    name, equals, source = value.partition("=")
+    if not equals:
+        name, source = "", value
+    if not source.strip() or (equals and not name.strip()):
+        raise ValueError
+    return name.strip(), source.strip()
+
+
+DRAFT = Parser(_parse_draft, "a model folder, a Hugging Face id, or model=either")
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """Settings of workers; the pool reads the same ones and passes them on. Durations are seconds, sizes bytes."""
@@ -48,6 +60,11 @@ class WorkerSettings:
     cpu_weights: str = setting(
         choice("auto", "float32", "keep"), "auto", "weights on CPU: float32 where they fit, or as stored"
     )
+    draft_model: list[tuple[str, str]] = setting(
+        listing(DRAFT), [], "speculative decoding: the draft model, for all models or model=DRAFT; repeatable"
+    )
+    # mlx-lm's own default for its server.
+    draft_tokens: int = setting(integer(1, 64), 3, "speculative decoding: tokens drafted at a time")
     # mlx-vlm's own defaults; what a model's makers chose stands where a setting says 0.
     diffusion_steps: int = setting(integer(0, 4096), 0, "block diffusion: denoising steps of a block at most (0: the model's own)")
     diffusion_threshold: float = setting(
@@ -80,6 +97,11 @@ class WorkerSettings:
             return None
         counts = dict(self.workers)
         return counts.get(model, counts.get(""))
+
+    def draft_for(self, model: str) -> str:
+        """Where a model's draft model comes from; "": it has none."""
+        drafts = dict(self.draft_model)
+        return drafts.get(model, drafts.get("", ""))
 
     def threads_for(self, workers: int) -> int:
         """CPU threads of each of `workers` workers."""

@@ -3,6 +3,8 @@
 make() is the only way in. Must never import an engine before it is asked for: the scripted one runs where mlx is not.
 """
 
+from pathlib import Path
+
 from common.models import ModelChoice, denoises
 from worker.engine import Engine
 from worker.settings import WorkerSettings
@@ -26,6 +28,7 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
         return _diffusion(chosen, model)
     from worker.engines.batched import BatchedEngine
 
+    draft = chosen.draft_for(model.name)
     return BatchedEngine(
         model.folder,
         slots=chosen.slots,
@@ -36,6 +39,8 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
         memory_share=chosen.memory_share,
         prompt_cache_bytes=chosen.prompt_cache_bytes,
         decode_stall_s=chosen.decode_stall_ms / 1000,
+        draft=Path(draft) if draft else None,
+        draft_tokens=chosen.draft_tokens,
     )
 
 
