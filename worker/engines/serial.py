@@ -156,7 +156,13 @@ class SerialEngine:
             steps.append(Prefilled(reply.id, reply.prompt_tokens, reply.prompt_tokens))
         steps += [Committed(reply.id, token, text) for token, text in block.tokens]
         if block.end is not None:
-            reply.ended = Ended(reply.id, block.end.reason, block.end.text)
+            ended = Ended(reply.id, block.end.reason, block.end.text)
+            if block.tokens:
+                # A step of its own; one without tokens is that already.
+                reply.ended = ended
+            else:
+                self._drop()
+                steps.append(ended)
         return steps
 
     def _begun(self) -> _Reply:
