@@ -20,6 +20,7 @@ MODULES = {
     "api": "api_cost",
     "memory": "memory",
     "startup": "startup",
+    "serial": "serial",
     "end_to_end": "end_to_end",
     "streams": "streams",
 }
