@@ -12,8 +12,9 @@ from common.ids import RequestId
 from tests.worker.driving import Reply, collect, drain, rid, run
 from worker import placement
 from worker.engine import Committed, Ended, Prefilled, Step
-from worker.engines import speculative
+from worker.engines import mlx_lm_0_32, speculative
 from worker.engines.batched import BatchedEngine
+from worker.engines.text import Texts
 
 pytestmark = [pytest.mark.lanes, pytest.mark.slow]
 
@@ -223,6 +224,18 @@ def test_numbers_that_are_not_finite_end_the_reply(tiny_model: Path, engine: Bat
     (end,) = engine.step()
     assert isinstance(end, Ended) and (end.reason, end.error) == ("failed", "NonFiniteLogits")
     assert not engine.busy
+
+
+def test_a_draft_of_another_size_reads_and_proposes_only_what_both_know(
+    tiny_model: Path, drafts: dict[str, Path]
+) -> None:
+    small, large = Texts(tiny_model), Texts(drafts["more"])
+    sizes = small.tokenizer.get_vocab_size(), large.tokenizer.get_vocab_size()
+    lesser = speculative.Draft(tiny_model, large, sizes[1], "keep", lambda words: None)
+    past, last = (lesser(mx.array([[token]]), mlx_lm_0_32.new_cache(lesser.model)) for token in (sizes[1] - 1, sizes[0] - 1))
+    assert past.shape[-1] == sizes[0] and mx.array_equal(past, last)
+    greater = speculative.Draft(drafts["more"], small, sizes[0], "keep", lambda words: None)
+    assert greater(mx.array([[5]]), mlx_lm_0_32.new_cache(greater.model)).shape[-1] == sizes[0]
 
 
 def test_a_draft_of_another_family_is_refused_in_one_line(tiny_model: Path, tiny_sentencepiece_model: Path) -> None:
