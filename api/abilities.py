@@ -25,7 +25,7 @@ NEEDS = {
 }
 
 # Until the first worker has spoken: those of the lanes that a model of its kind has.
-AUTOREGRESSIVE = frozenset({"sampling", "seed", "penalties", "logit_bias", "logprobs"})
+AUTOREGRESSIVE = frozenset({"sampling", "seed", "penalties", "logit_bias", "logprobs", "grammar", "tools", "tool_choice"})
 BLOCK_DIFFUSION = frozenset({"seed"})
 
 

@@ -112,9 +112,11 @@ class BrokerLink:
         except TimeoutError:
             raise ServingError(Outcome.BROKER_LOST) from None
 
-    def reserve(self, tickets: Sequence[Ticket], label: str, model: str, priority: int, key: str) -> None:
+    def reserve(
+        self, tickets: Sequence[Ticket], label: str, model: str, priority: int, key: str, weight: float
+    ) -> None:
         """Ask for one place per ticket. Raises ServingError when there is no broker to ask."""
-        message = Reserve([ticket.id for ticket in tickets], label, model, priority, key)
+        message = Reserve([ticket.id for ticket in tickets], label, model, priority, key, weight)
         if not self._send(message):
             raise ServingError(Outcome.BROKER_LOST)
         self._tickets.update((ticket.id, ticket) for ticket in tickets)
@@ -141,8 +143,9 @@ class BrokerLink:
 
     def trace(self, tickets: Sequence[Ticket], marks: list[tuple[str, float]]) -> None:
         """Leave this request's marks with the broker. Without one they are lost, as its own are."""
-        payload = pack_marks(marks)
-        for ticket in tickets:
+        placed = [ticket for ticket in tickets if ticket.placed]
+        payload = pack_marks(marks) if placed else b""
+        for ticket in placed:
             self._send(TraceMarks(ticket.id), payload)
 
     def cut_all(self) -> int:

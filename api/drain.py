@@ -23,6 +23,15 @@ SWEEP_S = 0.1
 LAST_WORDS_S = 1.0
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+
+
+def hold_signals() -> None:
+    """Keep signals that end a worker until Drain takes them: uvloop loses what comes before its loop runs, and the
+    master, which says it once, would wait for the whole graceful timeout."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+
 class CutCounter:
     """How many replies were cut, over all processes: shared memory made before the fork."""
 
@@ -68,6 +77,8 @@ class Drain:
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
         for number in (signal.SIGINT, signal.SIGQUIT):
             loop.add_signal_handler(number, self._now)
+        # Once the loop runs.
+        loop.call_soon(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
 
     def _terminate(self) -> None:
         if self._lifecycle.draining:

@@ -18,8 +18,10 @@ from common.generation import GenerationRequest
 from common.ids import ID_BYTES, RequestId
 from common.outcomes import Outcome
 
-# Enough tokens to tell one system prompt from another; the hash only steers requests to a worker that has read it.
-PREFIX_TOKENS = 64
+# Enough tokens to tell one system prompt from another; reading fewer again costs nothing to speak of.
+PREFIX_BLOCK = 64
+# Reached beyond a million tokens.
+MOST_HASHES = 64
 
 
 class Exchange:
@@ -36,11 +38,11 @@ class Exchange:
         self.began_at = time.monotonic()
         self.submitted_at = self.accepted_at = 0.0
 
-    async def reserve(self, label: str, model: str, priority: int, key: str) -> str:
+    async def reserve(self, label: str, model: str, priority: int, key: str, weight: float) -> str:
         """Take all places or none; the fingerprint of the model that will serve. Raises ServingError."""
         if not self._link.live:
             await self._link.joined()
-        self._link.reserve(self.tickets, label, model, priority, key)
+        self._link.reserve(self.tickets, label, model, priority, key, weight)
         while self.tickets[0].state == "asked":
             await self.news()
         self._raise_failure()
@@ -49,9 +51,11 @@ class Exchange:
     def submit(self, requests: Sequence[GenerationRequest], fingerprint: str) -> None:
         """Hand over the work, one request per ticket. Raises ServingError."""
         self._raise_failure()
-        prefix = prefix_hash(requests[0].prompt)
         self.submitted_at = time.monotonic()
+        prompt: list[int] | None = None
         for ticket, request in zip(self.tickets, requests, strict=True):
+            if request.prompt is not prompt:
+                prompt, prefix = request.prompt, prefix_hashes(request.prompt)
             self._link.submit(ticket, request, prefix, fingerprint)
 
     async def accepted(self) -> None:
@@ -107,6 +111,17 @@ class Exchange:
             raise ServingError(outcome, failed.summary.error, failed.retry_after_s)
 
 
-def prefix_hash(prompt: Sequence[int]) -> bytes:
-    """Eight bytes that equal prompts' heads share."""
-    return hashlib.blake2b(array("I", prompt[:PREFIX_TOKENS]).tobytes(), digest_size=8).digest()
+def prefix_hashes(prompt: Sequence[int]) -> bytes:
+    """Eight bytes for each of several heads of a prompt, the shortest first: 64 tokens, then longer by 64 or, from 512 on,
+    by a quarter to an eighth. Prompts with a common head share all the hashes up to its length, so the next turn of a
+    conversation shares nearly all of the last one's."""
+    whole = array("I", prompt).tobytes()
+    size = len(whole) // max(1, len(prompt))
+    digest = hashlib.blake2b(digest_size=8)
+    hashes: list[bytes] = []
+    at, length = 0, PREFIX_BLOCK
+    while length <= len(prompt) and len(hashes) < MOST_HASHES:
+        digest.update(whole[at * size : length * size])
+        hashes.append(digest.copy().digest())
+        at, length = length, length + max(PREFIX_BLOCK, 1 << (length.bit_length() - 3))
+    return b"".join(hashes)

@@ -9,21 +9,24 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from api.abilities import not_honoured, sampling
 from api.broker_link import BrokerLink
 from api.exchange import Exchange
 from api.fields import refuse
-from api.normalize import NormalizedChat
+from api.normalize import NormalizedChat, ResponseFormat
 from api.normalize_completion import NormalizedCompletion
 from api.prompt import Prompt, TooLong
 from api.request_line import RequestLine
 from api.responses import RequestError, model_not_found
 from api.served import ServedModel, find
 from api.template import TemplateComplaint
+from api.tools import Tools
 from common.errors import ServingError
 from common.generation import GenerationRequest, Sampling
+from common.json_schema import check_schema
 from common.outcomes import Outcome
 
 T = TypeVar("T")
@@ -63,20 +66,24 @@ class Generation:
         """Run what would hold up the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
-    async def begin_chat(self, chat: NormalizedChat, model: ServedModel, line: RequestLine) -> tuple[Exchange, bool]:
-        """Reserve, render, submit. The exchange, and whether a grammar will hold the reply to JSON.
+    async def begin_chat(
+        self, chat: NormalizedChat, model: ServedModel, line: RequestLine
+    ) -> tuple[Exchange, bool, list[str]]:
+        """Reserve, render, submit. The exchange, whether a grammar will hold the reply to JSON, and what of the schema
+        it leaves out.
 
         Raises RequestError, ServingError.
         """
         _check_against_model(chat, model)
         exchange = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
         drawn = await self._sampling(chat.sampling, model, exchange)
-        grammar = await self._grammar(chat, model)
+        await self._check_forced(chat.tools, model)
+        grammar, left_out = await self._grammar(chat.response_format, model)
         prompt = await self._prompt(chat, model)
         line.mark("rendered")
         line.prompt_tokens = len(prompt.ids)
         exchange.submit(_chat_requests(chat, model, prompt, drawn, grammar), model.fingerprint)
-        return exchange, bool(grammar)
+        return exchange, bool(grammar), left_out
 
     async def begin_text(
         self, asked: NormalizedCompletion, model: ServedModel, line: RequestLine
@@ -105,14 +112,16 @@ class Generation:
         return exchange, texts
 
     async def _reserve(
-        self, count: int, priority: int, stream: bool, model: ServedModel, line: RequestLine
+        self, count: int, priority: int | None, stream: bool, model: ServedModel, line: RequestLine
     ) -> Exchange:
+        if priority is None:
+            priority = min(0, line.key.max_priority)
         if priority > line.key.max_priority:
             raise refuse("priority", f"priority may be at most {line.key.max_priority} with this key")
         line.model, line.stream = model.name, stream
         line.exchange = exchange = Exchange(self.link, count)
         line.mark("parsed")
-        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name)
+        fingerprint = await exchange.reserve(line.label, model.name, priority, line.key.name, line.key.weight)
         line.mark("place held")
         if fingerprint not in ("", model.fingerprint):
             raise ServingError(Outcome.STALE_MODEL)
@@ -139,27 +148,60 @@ class Generation:
         except TemplateComplaint as error:
             raise refuse("messages", str(error)) from None
 
-    async def _grammar(self, chat: NormalizedChat, model: ServedModel) -> str:
-        wanted = chat.response_format
+    async def _check_forced(self, tools: Tools, model: ServedModel) -> None:
+        """A call that is asked for must be one that can be enforced."""
+        if not tools.forced:
+            return
+        if not await self._can("tool_choice", model):
+            raise refuse("tool_choice", f"tool_choice: a call cannot be enforced by {model.name}")
+        for index, tool in enumerate(tools.definitions):
+            parameters = tool["function"].get("parameters")
+            usable, why, _ = await self._checked_schema(parameters) if parameters else (True, "", [])
+            if not usable:
+                raise refuse("tools", f"tools[{index}].function.parameters: {why}")
+
+    async def _grammar(self, wanted: ResponseFormat, model: ServedModel) -> tuple[str, list[str]]:
+        """The schema that the reply is held to, "" for none, and what of the client's is not enforced."""
         if not wanted.json_mode:
-            return ""
-        if "grammar" not in await self._abilities_of(model):
-            if wanted.strict:
-                raise refuse("response_format", "response_format: strict schemas cannot be enforced by this model")
-            return ""
-        if wanted.kind == "json_schema" and wanted.schema:
-            return json.dumps(wanted.schema, ensure_ascii=False)
-        return ANY_OBJECT
+            return "", []
+        schema = wanted.schema if wanted.kind == "json_schema" else None
+        usable, why, left_out = await self._checked_schema(schema) if schema else (True, "", [])
+        if not usable:
+            raise refuse("response_format", f"response_format.json_schema.schema: {why}")
+        enforced = await self._can("grammar", model)
+        if wanted.strict and not enforced:
+            raise refuse("response_format", "response_format: strict schemas cannot be enforced by this model")
+        if wanted.strict and left_out:
+            raise refuse(
+                "response_format",
+                f"response_format: strict, but these keywords cannot be enforced: {', '.join(left_out)}",
+            )
+        if not enforced:
+            return "", []
+        grammar = json.dumps(schema, ensure_ascii=False) if schema else ANY_OBJECT
+        return grammar, [f"response_format.{keyword}" for keyword in left_out]
+
+    async def _checked_schema(self, schema: dict[str, Any]) -> tuple[bool, str, list[str]]:
+        return await self.in_thread(_checked, json.dumps(schema))
+
+    async def _can(self, ability: str, model: ServedModel) -> bool:
+        """Whether the model's workers can do this."""
+        return ability in await self._abilities_of(model)
 
     async def _abilities_of(self, model: ServedModel) -> frozenset[str]:
+        """What the model's workers can do. Where none has been up to say so, what those of its kind can."""
         if time.monotonic() >= self._abilities_until:
             snapshot = await self.link.snapshot()
             # A model none of whose workers is there keeps those that it had: they will come back.
             self._abilities |= {
-                entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ()) if entry["lanes"]
+                entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ()) if entry["abilities"]
             }
             self._abilities_until = time.monotonic() + ABILITIES_S
         return self._abilities.get(model.name, model.assumed)
+
+
+# Compiling a schema takes up to 20 ms, and clients send the same one again and again.
+_checked = lru_cache(maxsize=256)(check_schema)
 
 
 def check_bias(sampling: dict[str, Any], model: ServedModel) -> None:
@@ -200,6 +242,7 @@ def _chat_requests(
             stop=chat.stop,
             top_logprobs=chat.top_logprobs,
             thinking=bool(chat.template_kwargs["enable_thinking"]),
+            system_tokens=prompt.shared,
             reasoning_open=prompt.reasoning_open,
             grammar=grammar,
             tools=chat.tools.packed(),

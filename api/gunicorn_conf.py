@@ -14,7 +14,7 @@ from typing import Any
 from gunicorn.glogging import Logger
 
 from api.connections import Connections, bound_listeners
-from api.drain import CutCounter, Drain
+from api.drain import CutCounter, Drain, hold_signals
 from api.keys import read_keys
 from api.settings import ApiSettings
 from common import logs
@@ -80,6 +80,9 @@ def when_ready(server: Any) -> None:
     asked: list[int] = []
 
     def terminate(number: int, frame: Any) -> None:
+        if os.getpid() != server.pid:
+            # Just forked and not a worker yet: gunicorn's handler would note it in a copy of the master's memory.
+            os._exit(0)
         if asked:
             server.kill_workers(signal.SIGQUIT)
         else:
@@ -94,6 +97,7 @@ def when_ready(server: Any) -> None:
 
 def post_fork(server: Any, worker: Any) -> None:
     """In each worker, before anything of ours."""
+    hold_signals()
     # The master may be killed without a word as well; its pipe is its parent's, so the worker watches the same one.
     end_with_parent()
     bound_listeners(worker.sockets, _settings.stall_timeout)

@@ -1,4 +1,4 @@
-"""API keys: who may call, under which name, with what priority.
+"""API keys: who may call, under which name, with what priority and weight.
 
 Reads them from the setting or from a TOML file and compares them in constant time. Invariant: a key's text never leaves
 this module; everything else knows its name. Without any key everyone may call.
@@ -16,6 +16,8 @@ from api.settings import ApiSettings
 from common.errors import ConfigError
 
 HIGHEST_PRIORITY = 10
+# A key with a thousandth of another's weight hardly gets a turn; beyond that a weight is a slip of the hand.
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Key:
     name: str
     digest: bytes
     max_priority: int = HIGHEST_PRIORITY
+    weight: float = 1.0
 
 
 NOBODY = Key("", b"")
@@ -110,6 +113,6 @@ def _key(path: Path, entry: Any) -> Key:
     if not isinstance(highest, int) or isinstance(highest, bool) or not -10 <= highest <= HIGHEST_PRIORITY:
         raise ConfigError(f"{where}: max_priority of key {name!r} must be from -10 to 10")
     weight = entry.get("weight", 1)
-    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight < 1e6:
-        raise ConfigError(f"{where}: weight of key {name!r} must be a number above 0")
-    return Key(name, digest, highest)
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ConfigError(f"{where}: weight of key {name!r} must be a number from {LEAST_WEIGHT} to {MOST_WEIGHT}")
+    return Key(name, digest, highest, float(weight))

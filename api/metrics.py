@@ -54,8 +54,15 @@ def _requests(snapshot: dict[str, Any]) -> Iterator[Metric]:
     tokens = CounterMetricFamily("millpond_tokens", "Tokens of ended requests.", labels=["model", "kind"])
     running = GaugeMetricFamily("millpond_requests_running", "Requests that hold a slot.", labels=["model"])
     waiting = GaugeMetricFamily("millpond_requests_waiting", "Requests that wait for a slot.", labels=["model"])
+    routed = CounterMetricFamily(
+        "millpond_prefix_routing",
+        "Dispatches by whether a worker had read the prompt's head, and got it; counted where there were several workers.",
+        labels=["model", "result"],
+    )
     for model in snapshot["models"]:
         name = model["name"]
+        for result, count in model["prefix_routing"].items():
+            routed.add_metric([name, result], count)
         counts = dict.fromkeys(("stop", "length", "tool_calls", "cancelled", "refused", "failed", "timeout"), 0)
         for outcome, count in model["finished"].items():
             counts[label_of(outcome)] += count
@@ -71,7 +78,7 @@ def _requests(snapshot: dict[str, Any]) -> Iterator[Metric]:
     for cause, count in sorted(snapshot["api_refused"].items()):
         # Refused before a model was looked at, or by a check of the API's own: the status is the cause.
         refusals.add_metric(["", cause.replace("refused_", "http_")], count)
-    yield from (ended, refusals, tokens, running, waiting)
+    yield from (ended, refusals, tokens, running, waiting, routed)
 
 
 def _histograms(snapshot: dict[str, Any]) -> Iterator[Metric]:

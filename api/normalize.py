@@ -124,7 +124,7 @@ class NormalizedChat:
     tools: Tools = Tools()
     response_format: ResponseFormat = ResponseFormat()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    priority: int = 0
+    priority: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -146,7 +146,7 @@ def normalize_chat(body: dict[str, Any], max_tokens: int, strict: bool = False) 
         tools=checked_tools(body),
         response_format=response_format,
         template_kwargs=take_template_kwargs(body),
-        priority=take_integer(body, "priority", -10, 10) or 0,
+        priority=take_integer(body, "priority", -10, 10),
         ignored=ignored_fields(body, KNOWN, EXEMPT, strict),
     )
 

@@ -59,7 +59,7 @@ class NormalizedCompletion:
     n: int = 1
     logprobs: int = -1
     echo: bool = False
-    priority: int = 0
+    priority: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -96,7 +96,7 @@ def normalize_completion(body: dict[str, Any], max_tokens: int, strict: bool = F
         n=n,
         logprobs=-1 if logprobs is None else logprobs,
         echo=echo,
-        priority=take_integer(body, "priority", -10, 10) or 0,
+        priority=take_integer(body, "priority", -10, 10),
         ignored=ignored_fields(body, KNOWN, EXEMPT, strict),
     )
 

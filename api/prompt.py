@@ -7,6 +7,7 @@ with it, that text is never a special token.
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from api.tokens import Tokens
 from common.errors import ConfigError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# As mlx-lm names them (tokenizer_utils): how models begin to think where a template can leave them thinking.
+THOUGHTS_BEGIN = ("<think>", "<longcat_think>", "<|think:start|>", "<|channel>thought", "<|open|>think<|sep|>")
 THOUGHT_OPENS, THOUGHT_CLOSES = "<|channel>", "<channel|>"
 # Where clients and templates put an assistant's thoughts; the first is the usual one, gpt-oss reads the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -34,10 +37,12 @@ class TooLong(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt. reasoning_open: it ends inside a reasoning block that the template opened."""
+    """A rendered prompt. reasoning_open: it ends inside a reasoning block that the template opened. shared: how many
+    tokens come before the conversation's first words: the system part, which other conversations begin with too."""
 
     ids: list[int]
     reasoning_open: bool = False
+    shared: int = 0
 
 
 class PromptSource:
@@ -62,6 +67,7 @@ class PromptSource:
         self._special = SpecialText(self.tokens.special)
         self._markers = SpecialText(self.tokens.special | written)
         has_thoughts = THOUGHT_OPENS in self.tokens.added and THOUGHT_CLOSES in self.tokens.added
+        self._head = lru_cache(maxsize=8)(lambda head: tuple(self.tokens.encode(head)))
         self._empty_thought = self.tokens.encode(EMPTY_THOUGHT) if has_thoughts else []
 
     @property
@@ -83,7 +89,26 @@ class PromptSource:
             ids = ids + self._empty_thought
         if len(ids) > limit:
             raise TooLong(len(ids), limit)
-        return Prompt(ids, reasoning_open=text.rstrip().endswith("<think>"))
+        return Prompt(ids, text.rstrip().endswith(THOUGHTS_BEGIN), self._shared(text, given["messages"], ids))
+
+    def _shared(self, text: str, messages: list[dict[str, Any]], ids: list[int]) -> int:
+        """Tokens up to the marker before the first words that are not the system's; 0: not known.
+
+        Whatever is found is checked against the ids, so a template may do to the words what it likes.
+        """
+        after = 0
+        for message in messages:
+            words = message.get("content")
+            at = text.find(words.strip(), after) if isinstance(words, str) else -1
+            if at < 0:
+                return 0
+            if message["role"] != "system":
+                break
+            after = at + len(words.strip())
+        else:
+            return 0
+        head = self._head(text[: self.tokens.last_added(text[:at])])
+        return len(head) if tuple(ids[: len(head)]) == head else 0
 
     def text(self, text: str | list[int], limit: int) -> list[int]:
         """The ids of a raw prompt, which is text or already ids. Raises TooLong.

@@ -54,6 +54,9 @@ class RequestLine:
 
     def write(self) -> None:
         """The log line: info for whatever clients do, warning for what is ours."""
+        level = self._level()
+        if not logs.logger.isEnabledFor(level):
+            return
         fields = {
             "id": self.label,
             "method": self.method,
@@ -67,7 +70,7 @@ class RequestLine:
             fields |= {"model": self.model, "stream": int(self.stream), "lane": self.lane, "worker": self.worker}
             fields |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
             fields |= {"queue_ms": _ms(self.queue_ms), "ttft_ms": _ms(self.ttft_ms)}
-        logs.event("request", self._level(), **fields, total_ms=_ms(self.elapsed_ms()))
+        logs.event("request", level, **fields, total_ms=_ms(self.elapsed_ms()))
 
     def _level(self) -> int:
         if self.outcome in _FAILURES and not self.gone:

@@ -35,6 +35,7 @@ class Ticket:
         "outcome",
         "overflowed",
         "pieces",
+        "placed",
         "quiet",
         "retry_after_s",
         "state",
@@ -47,6 +48,8 @@ class Ticket:
         self.id = request
         self.wake = wake
         self.state = "asked"
+        # The broker gave it a place, and so began a trace of it.
+        self.placed = False
         self.attempt = 0
         self.next_seq = 0
         self.pieces: list[Piece] = []
@@ -72,6 +75,7 @@ class Ticket:
         """The place is held."""
         if self.state == "asked":
             self.state = "reserved"
+            self.placed = True
             self.fingerprint = message.fingerprint
             self.wake()
 

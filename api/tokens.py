@@ -61,6 +61,13 @@ class Tokens:
                     return count
         return 0
 
+    def last_added(self, text: str) -> int:
+        """Where the last added token in `text` begins; 0: there is none."""
+        last = 0
+        for found in self._pattern.finditer(text):
+            last = found.start()
+        return last
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens shown."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -29,6 +29,11 @@ class Tools:
         """What the template is shown: nothing when no call is wanted."""
         return self.definitions if self.choice != "none" or self.named else []
 
+    @property
+    def forced(self) -> bool:
+        """Whether the model must call one."""
+        return self.named or self.choice == "required"
+
     def packed(self) -> str:
         """JSON text for the worker; "" when no tool may be called."""
         if not self.offered:

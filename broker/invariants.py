@@ -2,10 +2,11 @@
 
 from broker import policy
 from broker.ledger import Ledger
-from broker.records import Phase
+from broker.prefixes import MOST
+from broker.records import Model, Phase
 
 
-def check(ledger: Ledger) -> None:
+def check(ledger: Ledger, now: float) -> None:
     """Raises AssertionError that names the rule which is broken."""
     waiting = {id for model in ledger.models.values() for id in model.line}
     active: dict[bytes, int] = {}
@@ -31,17 +32,35 @@ def check(ledger: Ledger) -> None:
     assert sum(len(ids) for ids in ledger.by_api.values()) == len(ledger.requests), "api index leaked"
     assert len(ledger._deadlines) <= 2 * len(ledger.requests), "deadlines leaked"
     for model in ledger.models.values():
-        _check_model(ledger, model.name)
+        _check_model(ledger, model.name, now)
+        _check_queue(model)
 
 
-def _check_model(ledger: Ledger, name: str) -> None:
+def _check_model(ledger: Ledger, name: str, now: float) -> None:
     model = ledger.models[name]
     assert len(model.line) == len(set(model.line)), "somebody waits twice"
-    arrivals = [(-ledger.requests[id].priority, ledger.requests[id].arrival) for id in model.line]
-    assert arrivals == sorted(arrivals), "the line is out of order"
+    order = [ledger.requests[id] for id in model.line.order(now)]
+    assert len(order) == len(model.line) and {request.id for request in order} == set(model.line), "the order is not the line"
+    returned = [request.arrival for request in order if not request.untouched]
+    assert [request.arrival for request in order[: len(returned)]] == sorted(returned), "who comes back stands not in front"
+    lines: dict[tuple[str, int], list[int]] = {}
+    for request in order[len(returned) :]:
+        lines.setdefault((request.key, request.priority), []).append(request.arrival)
+    for arrivals in lines.values():
+        assert arrivals == sorted(arrivals), "a key's own requests are out of order"
     if model.line and ledger.may_run_more(model):
-        head = ledger.requests[next(iter(model.line))]
+        head = order[0]
         able = [worker for worker in ledger.workers_of(name) if not worker.leaving]
         assert policy.choose_worker(able, head) is None, "somebody waits while a worker could take him"
     if isinstance(ledger._settings.max_inflight, int):
         assert ledger.inflight(name) <= ledger._settings.max_inflight, "more run than the operator allows"
+
+
+def _check_queue(model: Model) -> None:
+    refusable = {
+        request.id
+        for request in model.requests.values()
+        if request.phase is Phase.RESERVED or (request.phase is Phase.WAITING and request.untouched)
+    }
+    assert model.queue.everything() == refusable, "the queue is not what can still be refused"
+    assert len(model.prefixes) <= MOST, "more prefixes than allowed are kept"

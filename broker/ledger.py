@@ -7,13 +7,14 @@ the worker says DONE or is gone, so a cancelled request is over at once for its 
 counts only under a lease with the same attempt. (5) A death is charged to the requests that ran under it; two end a request.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from broker import policy
 from broker.deadlines import Deadlines
 from broker.records import Effect, Lease, Model, Phase, Relay, Request, ToApi, ToWorker, Worker
 from broker.settings import BrokerSettings
 from broker.traces import Traces
+from broker.waiting import WaitingLine
 from common.envelope import (
     Dispatch,
     Done,
@@ -80,21 +81,26 @@ class Ledger:
     # -- the api's side
 
     def reserve(self, api: PeerId, message: Reserve, now: float) -> list[Effect]:
-        """Places for all of message.requests, or none."""
-        model = self.models.setdefault(message.model, Model(message.model))
+        """Places for all of message.requests, or none; those of a key with more than its share may be taken for them."""
+        model = self._model(message.model)
         outcome = self._refusal(model, message, now)
+        effects: list[Effect] = []
+        if outcome is Outcome.QUEUE_FULL:
+            effects = self._displace(model, message, now)
+            outcome = None if effects else outcome
         if outcome is not None:
             model.refused[outcome] = model.refused.get(outcome, 0) + 1
             self._forget_if_empty(model)
             return [ToApi(api, self._rejected(message.requests[0], outcome, model, now))]
         for id in message.requests:
-            request = Request(id, api, message.label, model.name, message.priority, message.key, now)
+            request = Request(id, api, message.label, model.name, message.priority, message.key, message.weight, now)
+            model.queue.add(id, message.key, message.weight)
             self.requests[id] = model.requests[id] = request
             self.by_api.setdefault(api, {})[id] = None
             self._deadlines.set(("reservation", id), now + self._settings.reservation_timeout)
             self.traces.begin(id, message.label, model.name, now)
         prints = {worker.facts.fingerprint for worker in self.workers_of(model.name) if not worker.leaving}
-        return [ToApi(api, Reserved(message.requests[0], prints.pop() if len(prints) == 1 else ""))]
+        return [*effects, ToApi(api, Reserved(message.requests[0], prints.pop() if len(prints) == 1 else ""))]
 
     def release(self, api: PeerId, ids: Iterable[RequestId], now: float) -> list[Effect]:
         """Reserved places come back; those of submitted or unknown requests stay as they are."""
@@ -155,7 +161,7 @@ class Ledger:
         """A worker with its model loaded."""
         assert peer not in self.workers
         self.workers[peer] = Worker(peer, name, facts)
-        model = self.models.setdefault(facts.model, Model(facts.model))
+        model = self._model(facts.model)
         return self._dispatch(model, now)
 
     def worker_leaving(self, peer: PeerId, now: float) -> list[Effect]:
@@ -164,6 +170,7 @@ class Ledger:
         if worker is None:
             return []
         worker.leaving = True
+        self.models[worker.facts.model].prefixes.forget(peer)
         return self._end_hopeless(self.models[worker.facts.model], now)
 
     def worker_lost(self, peer: PeerId, now: float, *, charge: bool = True) -> list[Effect]:
@@ -172,6 +179,7 @@ class Ledger:
         if worker is None:
             return []
         effects: list[Effect] = []
+        self.models[worker.facts.model].prefixes.forget(peer)
         for id, lease in worker.leases.items():
             if lease.stopping_at is not None:
                 continue
@@ -251,7 +259,7 @@ class Ledger:
         effects: list[Effect] = []
         by_name = {plan.model: plan for plan in plans}
         for name in by_name.keys() | self.models.keys():
-            model = self.models.setdefault(name, Model(name))
+            model = self._model(name)
             model.plan = by_name.get(name)
             effects += self._dispatch(model, now) + self._end_hopeless(model, now)
         return effects
@@ -286,6 +294,13 @@ class Ledger:
         ]
 
     # -- inside
+
+    def _model(self, name: str) -> Model:
+        model = self.models.get(name)
+        if model is None:
+            line = WaitingLine(policy.aging_step_s(self._settings.queue_timeout))
+            model = self.models[name] = Model(name, line)
+        return model
 
     def _refusal(self, model: Model, message: Reserve, now: float) -> Outcome | None:
         if self.draining:
@@ -322,9 +337,28 @@ class Ledger:
         ahead = len(model.requests) - self.max_inflight(model) + 1
         return Rejected(id, outcome, int(policy.retry_after_s(model.ended_at, max(1, ahead), now) * 1000))
 
+    def _displace(self, model: Model, message: Reserve, now: float) -> list[Effect]:
+        """Places taken from keys with more of the full queue than this one would have; empty: there are none to take."""
+        wanted = len(message.requests)
+        missing = len(model.requests) + wanted - self.max_inflight(model) - self._settings.max_queue
+        if missing > wanted:
+            # Fewer places are left than are given away, as after a plan for fewer slots: nobody comes in for one who goes.
+            return []
+        effects: list[Effect] = []
+        for id in model.queue.displaced(message.key, message.weight, wanted, missing):
+            request = self.requests[id]
+            self._end(request, None, now, "displaced")
+            model.refused[Outcome.QUEUE_FULL] = model.refused.get(Outcome.QUEUE_FULL, 0) + 1
+            effects.append(ToApi(request.api, self._rejected(id, Outcome.QUEUE_FULL, model, now)))
+        return effects
+
     def _wait(self, request: Request, now: float) -> None:
         request.phase = Phase.WAITING
-        self.models[request.model].line.add(request.id, request.priority, request.arrival)
+        line = self.models[request.model].line
+        if request.untouched:
+            line.add(request.id, request.key, request.weight, request.priority, request.arrival)
+        else:
+            line.put_back(request.id, request.arrival)
         self._deadlines.set(("queue", request.id), now + self._settings.queue_timeout)
 
     def _wanted(self, peer: PeerId, id: RequestId, attempt: int) -> Request | None:
@@ -352,14 +386,14 @@ class Ledger:
         unservable: list[tuple[Request, Outcome]] = []
         choice = None
         if any(worker.free > 0 for worker in workers):
-            for id in model.line:
+            for id in model.line.order(now):
                 request = self.requests[id]
                 able = [worker for worker in workers if policy.serves(worker, request)]
                 if not able:
                     unservable.append((request, Outcome.STALE_MODEL))
                 elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
                     unservable.append((request, Outcome.TOO_LONG))
-                elif (worker := policy.choose_worker(able, request)) is not None:
+                elif (worker := policy.choose_worker(able, request, self._readers(model, request))) is not None:
                     choice = request, worker
                     break
                 else:
@@ -373,8 +407,24 @@ class Ledger:
                 request.passed_over += 1
         return choice
 
+    def _readers(self, model: Model, request: Request) -> Collection[PeerId]:
+        """The workers that are known to have read the head of its prompt."""
+        return model.prefixes.holders(request.prefix) if self._settings.prefix_routing else ()
+
+    def _route(self, model: Model, request: Request, worker: Worker) -> None:
+        """Count what became of the prefix, and remember who has it. With one worker there is nothing to choose."""
+        if not self._settings.prefix_routing or len(self.workers_of(model.name)) == 1:
+            return
+        readers = model.prefixes.holders(request.prefix)
+        model.routed["hit" if worker.peer in readers else "diverted" if readers else "new"] += 1
+        model.prefixes.given(request.prefix, worker.peer)
+
     def _lease(self, request: Request, worker: Worker, now: float) -> Effect:
-        self.models[request.model].line.remove(request.id)
+        model = self.models[request.model]
+        model.line.serve(request.id, now)
+        model.queue.discard(request.id, request.key)
+        if request.prefix:
+            self._route(model, request, worker)
         self._deadlines.drop(("queue", request.id))
         self._dispatches += 1
         worker.last_dispatch = self._dispatches
@@ -383,7 +433,7 @@ class Ledger:
         request.worker = worker.peer
         request.dispatched_at = now
         if request.attempt == 1:
-            self.models[request.model].histograms["queue_wait"].observe(now - request.submitted_at)
+            model.histograms["queue_wait"].observe(now - request.submitted_at)
         self.traces.mark(request.id, "dispatched", now)
         worker.leases[request.id] = Lease(request.attempt, request.tokens)
         return ToWorker(worker.peer, Dispatch(request.id, request.attempt, request.label), request.payload)
@@ -401,12 +451,15 @@ class Ledger:
         self.workers[request.worker].leases[request.id].stopping_at = now
         return [ToWorker(request.worker, Stop(request.id, request.attempt))]
 
-    def _end(self, request: Request, outcome: Outcome | None, now: float) -> None:
-        """The one end. outcome None: only a reservation, which counts as nothing."""
+    def _end(self, request: Request, outcome: Outcome | None, now: float, how: str = "released") -> None:
+        """The one end. outcome None: it never counted as a request, for the reason that its trace gives."""
         model = self.models[request.model]
         if request.id in model.line:
             model.line.remove(request.id)
+        model.queue.discard(request.id, request.key)
         del self.requests[request.id], model.requests[request.id]
+        if not model.requests:
+            model.line.forget()
         mine = self.by_api.get(request.api)
         if mine is not None:
             mine.pop(request.id, None)
@@ -420,7 +473,7 @@ class Ledger:
             model.histograms["request"].observe(now - request.reserved_at)
         trace = self.traces.mark(request.id, "ended", now)
         if trace is not None:
-            trace.outcome = outcome.value if outcome is not None else "released"
+            trace.outcome = outcome.value if outcome is not None else how
 
     def _forget_if_empty(self, model: Model) -> None:
         # Names come from API processes, which check them; still, a name nobody serves must not stay for ever.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from broker.prefixes import Prefixes
+from broker.shares import Shares
 from broker.waiting import WaitingLine
 from common.envelope import Message, ModelPlan, WorkerFacts
 from common.histograms import BOUNDS, Histogram
@@ -33,6 +35,7 @@ class Request:
     model: str
     priority: int
     key: str
+    weight: float
     reserved_at: float
     phase: Phase = Phase.RESERVED
     payload: bytes = b""
@@ -48,6 +51,11 @@ class Request:
     dispatched_at: float = 0.0
     streaming: bool = False
     passed_over: int = 0
+
+    @property
+    def untouched(self) -> bool:
+        """No worker ever had it, so its client has no status yet and may still be refused."""
+        return self.attempt == 0
 
     @property
     def tokens(self) -> int:
@@ -91,11 +99,17 @@ class Worker:
 
 @dataclass(slots=True)
 class Model:
-    """One served model: what is planned, who waits, who has a place. ended_at: the latest ends, for the drain rate."""
+    """One served model: what is planned, who waits, who has a place. ended_at: the latest ends, for the drain rate.
+
+    queue: the places that could still be refused. routed: dispatches by what the choice of a worker owes to prefixes.
+    """
 
     name: str
+    line: WaitingLine
     plan: ModelPlan | None = None
-    line: WaitingLine = field(default_factory=WaitingLine)
+    queue: Shares = field(default_factory=Shares)
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    routed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("hit", "diverted", "new"), 0))
     requests: dict[RequestId, Request] = field(default_factory=dict)
     ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     refused: dict[Outcome, int] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.settings import auto_or, choice, integer, seconds, setting, text
+from common.settings import auto_or, boolean, choice, integer, seconds, setting, text
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class BrokerSettings:
     request_timeout: float = setting(seconds(0.1, 604_800), 600.0, "longest life of a request, waiting included")
     # Rendering and tokenizing 5 MB takes a few seconds; ten times that means that nobody will submit.
     reservation_timeout: float = setting(seconds(0.1, 3600), 30.0, "longest time between a place and its prompt", internal=True)
+    prefix_routing: bool = setting(boolean(), True, "send a prompt to a worker that has read its head, if that is not too busy")
     # Five missed heartbeats.
     silence: float = setting(seconds(0.2, 3600), 5.0, "a peer unheard for this long is lost")
     # Longer than the slowest prefill chunk: 512 tokens of a large model on a slow machine take tens of seconds.

@@ -136,5 +136,6 @@ def _model(ledger: Ledger, name: str) -> dict[str, Any]:
         "finished": {outcome.value: count for outcome, count in model.finished.items()},
         "refused": {outcome.value: count for outcome, count in model.refused.items()},
         "tokens": dict(model.tokens),
+        "prefix_routing": dict(model.routed),
         "histograms": {kind: histogram.packed() for kind, histogram in model.histograms.items()},
     }

@@ -91,13 +91,14 @@ class Goodbye(_Message, tag=6):
 
 
 class Reserve(_Message, tag=7):
-    """api -> broker: one place for each of `requests`, all or none. label: the client's x-request-id."""
+    """api -> broker: one place for each of `requests`, all or none. label: the client's x-request-id. weight: of its key."""
 
     requests: Annotated[list[Id], msgspec.Meta(min_length=1, max_length=65536)]
     label: Name
     model: Name
     priority: Annotated[int, msgspec.Meta(ge=-10, le=10)]
     key: Name
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
 
 
 class Reserved(_Message, tag=8):
@@ -122,12 +123,12 @@ class Release(_Message, tag=10):
 
 
 class Submit(_Message, tag=11):
-    """api -> broker, payload GenerationRequest. prefix: hash of the prompt's head, for routing; may be empty."""
+    """api -> broker, payload GenerationRequest. prefix: 8-byte hashes of the prompt's head at growing lengths, for routing."""
 
     request: Id
     prompt_tokens: Count
     max_tokens: Count
-    prefix: bytes
+    prefix: Annotated[bytes, msgspec.Meta(max_length=1024)]
     fingerprint: Name
 
 

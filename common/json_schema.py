@@ -1,5 +1,4 @@
-"""What of a JSON schema the grammar engine can enforce, known before a request is queued; and grammars for forced
-calls.
+"""What of a JSON schema the grammar engine can enforce, known before a request is queued.
 
 Owns the reading of llguidance's verdict and the list of keywords that it leaves out. Must never know mlx, a tokenizer
 or a request. Invariant: a schema that check_schema() accepts is accepted by the worker, whose compiler has the same
@@ -8,7 +7,7 @@ options.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher
@@ -66,30 +65,10 @@ def check_schema(schema: str) -> tuple[bool, str, list[str]]:
     return True, "", sorted(left_out)
 
 
-def forced_call(prefix: str, schemas: Sequence[dict[str, Any]], suffix: str, special: Sequence[str] = ()) -> str:
-    """A grammar text: prefix, one JSON value of one of the schemas, suffix, and nothing else.
-
-    special: the special tokens of the model that occur in prefix and suffix; they are matched as tokens, not as
-    letters. A schema's $refs must stay inside it.
-    """
-    rules = [f"value_{number}: %json {_inline(schema)}" for number, schema in enumerate(schemas)]
-    values = " | ".join(f"value_{number}" for number in range(len(schemas)))
-    start = " ".join([*_literals(prefix, special), f"({values})", *_literals(suffix, special)])
-    return LARK + "\n".join([f"start: {start}", *rules])
-
-
-def _inline(schema: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in schema.items() if key != "x-guidance"} | {"x-guidance": OPTIONS})
-
-
-def _literals(text: str, special: Sequence[str]) -> Iterator[str]:
-    """The text as Lark terminals. A special token is written bare: in quotes it would be plain letters."""
-    marks = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-    for part in re.split(f"({marks})", text) if marks else [text]:
-        if part in special:
-            yield part
-        elif part:
-            yield json.dumps(part)
+def inline(schema: Any) -> str:
+    """A schema as it stands behind `%json` in a grammar, with our options. Its $refs must stay inside it."""
+    known = {key: value for key, value in schema.items() if key != "x-guidance"} if isinstance(schema, dict) else {}
+    return json.dumps(known | {"x-guidance": OPTIONS})
 
 
 def _keywords(warning: str) -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Chaos:
         self.numbers = 0
         # When an API process was last killed, frozen or reloaded: only then may a connection break without a word.
         self.api_hurt_at = 0.0
+        # For the report of a violation.
+        self.latest: deque[str] = deque(maxlen=8)
         self.frozen: dict[int, float] = {}
         self.last: dict[str, Any] = {}
 
@@ -110,7 +112,12 @@ class Chaos:
             elif began < self.api_hurt_at + 3 or time.monotonic() - self.api_hurt_at < 8:
                 kind = "broken with its api process"
             else:
-                self.violations.append(f"{error!r} without a reason (request {tag})")
+                now = time.monotonic()
+                self.violations.append(
+                    f"{error!r} without a reason (request {tag}, begun {now - began:.2f} s ago, "
+                    f"{now - self.api_hurt_at:.1f} s after the last harm to an API process; "
+                    f"latest deeds: {', '.join(self.latest)})"
+                )
         self.ends[kind] += 1
 
     async def exchange(self, http: httpx.AsyncClient, body: dict[str, Any], expected: str, leave_after: int | None) -> str:
@@ -209,17 +216,22 @@ class Chaos:
             return
         victim = draw.choice(found)
         self.deeds[deed] += 1
+        self.latest.append(f"{deed} {victim.pid} at {now:.1f}")
         if kind == "api":
-            self.api_hurt_at = now + (2.0 if verb == "freeze" else 0.0)
+            self.hurt_api(now + (2.0 if verb == "freeze" else 0.0))
         if verb == "kill":
             victim.send_signal(signal.SIGKILL)
         elif verb == "reload":
-            self.api_hurt_at = now + 10.0
+            self.hurt_api(now + 10.0)
             victim.send_signal(signal.SIGHUP)
         else:
             # Short enough to be forgiven, or long enough to be found.
             self.frozen[victim.pid] = now + draw.choice([0.3, 1.0, 6.0] if kind == "worker" else [0.3, 1.0])
             victim.send_signal(signal.SIGSTOP)
+
+    def hurt_api(self, until: float) -> None:
+        """An API process may break connections until then; a later deed makes that no shorter."""
+        self.api_hurt_at = max(self.api_hurt_at, until)
 
     def thaw(self, pid: int) -> None:
         self.frozen.pop(pid, None)

@@ -1,5 +1,7 @@
 """`scripts/walk [walks] [steps] [first seed]`: the ledger under a seeded random walk, with invariants after every event.
 
+Each seed also takes the walk of scripts/share_walk, where nothing breaks and order and fairness are what is looked at.
+
 Fake API processes, workers that obey late, go mute, wedge or die, a pool, lost messages of dead sessions, broker restarts.
 Checked beside broker/invariants: every request ends exactly once at its client, no piece after the end, no hole and no
 mixture of attempts in a stream, nobody runs more than its slots, poison runs at most twice, all counts return to zero.
@@ -18,12 +20,15 @@ from broker.records import Effect, Phase, Relay, ToApi, ToWorker
 from broker.settings import BrokerSettings
 from common.envelope import Dispatch, Done, ModelPlan, Rejected, Reserve, Reserved, Started, Stop, Submit, WorkerFacts
 from common.outcomes import Outcome
+from scripts import share_walk
 
 SETTINGS = BrokerSettings(
     max_queue=5, queue_timeout=8.0, request_timeout=40.0, reservation_timeout=4.0, silence=5.0, stuck=6.0
 )
 CONTEXT = 100
 MODEL = "m"
+# One key asks as often as all the others together, which makes it the one that is displaced.
+KEYS = {"flood": 1.0, "other": 1.0, "heavy": 2.0}
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Walk:
         self.clients: dict[bytes, dict[bytes, Client]] = {b"A": {}, b"B": {}}
         self.poison: set[bytes] = set()
         self.ran: Counter[bytes] = Counter()
+        self.dispatched: set[bytes] = set()
         self.outcomes: Counter[str] = Counter()
         self.planned = self.random.randint(1, 3)
         self.plan()
@@ -78,6 +84,8 @@ class Walk:
         while todo:
             effect = todo.popleft()
             if isinstance(effect, ToWorker):
+                if isinstance(effect.message, Dispatch):
+                    self.dispatched.add(effect.message.request)
                 if effect.peer in self.workers:
                     self.inbox[effect.peer].append(effect.message)
                 elif isinstance(effect.message, Dispatch):
@@ -101,6 +109,9 @@ class Walk:
                 if client is not None and client.state == "asked":
                     client.state = "reserved"
             case Rejected():
+                if message.outcome is Outcome.QUEUE_FULL and self.clients[api].get(message.request):
+                    assert message.request not in self.dispatched, "displaced after its dispatch"
+                    self.outcomes["displaced"] += self.clients[api][message.request].state != "asked"
                 self.over(api, message.request, message.outcome)
             case Done():
                 self.over(api, message.request, message.outcome)
@@ -158,9 +169,10 @@ class Walk:
         ids = [b"%016d" % next(self.numbers) for _ in range(count)]
         for id in ids:
             self.clients[api][id] = Client(self.random.choice([5, 20, CONTEXT]))
-        message = Reserve(ids, "label", MODEL, self.random.choice([0, 0, 0, 1, -1]), "")
+        key = self.random.choice(["flood", "flood", *KEYS])
+        message = Reserve(ids, "label", MODEL, self.random.choice([0, 0, 0, 1, -1]), key, KEYS[key])
         effects = self.ledger.reserve(api, message, self.now)
-        (answer,) = effects
+        answer = effects[-1]
         assert isinstance(answer, ToApi)
         self.deliver(effects)
         reserved = isinstance(answer.message, Reserved)
@@ -303,7 +315,7 @@ class Walk:
         self.plan()
 
     def check(self) -> None:
-        invariants.check(self.ledger)
+        invariants.check(self.ledger, self.now)
         for worker in self.ledger.workers.values():
             for lease in worker.leases.values():
                 held = lease.stopping_at is not None and self.now - lease.stopping_at > SETTINGS.stuck + 3.0
@@ -386,7 +398,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     for seed in range(first, first + walks):
         try:
-            outcomes += walk(seed, steps)
+            outcomes += walk(seed, steps) + share_walk.walk(seed, steps)
         except AssertionError as error:
             print(f"seed {seed}: {error}", file=sys.stderr)
             raise

@@ -13,8 +13,8 @@ PURE = {
     "common": ["ids", "outcomes", "errors", "envelope", "generation", "histograms", "session", "settings"],
     "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces"],
     "worker": [
-        "engine", "generators", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "seat",
-        "plan", "supervision",
+        "engine", "generators", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement",
+        "seat", "plan", "supervision", "call_syntax", "reply_grammar",
     ],
     "api": ["abilities", "normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from common.generation import GenerationRequest, TokenLogprob
 from common.ids import RequestId
+from worker.call_syntax import CallSyntax
 from worker.router import Router
 
 # The states of a reply, named as mlx-lm names them. Any other is framing, whose text nobody is shown.
@@ -80,6 +81,7 @@ class CallForm:
 class Markup:
     """How a model writes what is not content; "" and None: it has no such thing.
 
+    syntax: how its calls are written, where they can be forced.
     parse: (text between tool_start and tool_end, tool definitions) -> the call or list of calls, each a dict with name
     and arguments; it raises anything for a text that is none. tool_end "": a block lasts until the reply's end.
     structure: markers that only frame content. states, opening: for models that announce each part of a reply in a
@@ -92,6 +94,7 @@ class Markup:
     tool_end: str = ""
     parse: Callable[[str, list[dict[str, Any]]], Any] | None = None
     form: CallForm | None = None
+    syntax: CallSyntax | None = None
     structure: Sequence[str] = ()
     states: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     opening: str = NORMAL

@@ -59,8 +59,8 @@ def shape_of(request: GenerationRequest) -> Shape:
         "logprobs": request.top_logprobs >= 0,
         "grammar": bool(request.grammar),
         "tools": bool(offer.definitions),
-        # A call can only be promised by what shapes the tokens: a grammar, or an engine that makes one of the tools.
-        "tool_choice": offer.forced and not request.grammar,
+        # A call can only be promised by what shapes the tokens: a grammar for the format that the model calls in.
+        "tool_choice": offer.forced,
     }
     return Shape(tuple(name for name, needed in asked.items() if needed), len(request.prompt), request.max_tokens)
 

@@ -18,7 +18,9 @@ from worker.markers import Seeker
 HIDDEN, OPENS, BODY, CLOSES, ABANDONS = -1, 10, 11, 12, 13
 
 _TOOL_IN_REASONING = "tool in reasoning"
-_KINDS = {NORMAL: CONTENT, IN_REASONING: REASONING, IN_TOOL: BODY, _TOOL_IN_REASONING: BODY}
+# An answer in which nothing is a marker any more.
+_ANSWER = "answer"
+_KINDS = {NORMAL: CONTENT, IN_REASONING: REASONING, IN_TOOL: BODY, _ANSWER: CONTENT, _TOOL_IN_REASONING: BODY}
 _IN_REASONING = (IN_REASONING, _TOOL_IN_REASONING)
 
 
@@ -45,12 +47,16 @@ class ReasoningSplitter:
         tools: bool = False,
         reasoning_open: bool = False,
         stop_in_reasoning: bool = False,
+        plain_answer: bool = False,
     ) -> None:
-        """tools: calls may come. reasoning_open: the prompt ends inside a reasoning block."""
+        """tools: calls may come. reasoning_open: the prompt ends inside a reasoning block. plain_answer: once content
+        has begun the rest is content, whatever it looks like: a grammar makes JSON of it, and markers are in its
+        strings."""
         self._table = _table(markup, tools)
         self._opens = markup.form.opens if markup.form else ""
         self._stops = frozenset(stops)
         self._stop_in_reasoning = stop_in_reasoning
+        self._plain_answer = plain_answer
         self._unproven = False
         self.stopped = False
         self._enter(IN_REASONING if reasoning_open and markup.think_end else markup.opening)
@@ -61,6 +67,10 @@ class ReasoningSplitter:
         while text and not self.stopped:
             text, later = self._prove(text, found) if self._unproven else (text, "")
             before, marker, rest = self._seeker.feed(text)
+            if before and self._plain_answer and self._state == NORMAL:
+                text = before + marker + (rest if marker else self._seeker.flush())
+                self._enter(_ANSWER)
+                continue
             if before:
                 found.append(Stretch(self._kind, before, self._home))
             if marker:

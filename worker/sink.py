@@ -31,6 +31,7 @@ class Sink:
             tools=tools,
             reasoning_open=request.reasoning_open,
             stop_in_reasoning=request.stop_in_reasoning,
+            plain_answer=bool(request.grammar) and not offer.forced,
         )
         self._calls = ToolCalls(self._markup, offer)
         self._tokens = _Tokens()
@@ -123,10 +124,15 @@ class Sink:
 
 def _markup_for(request: GenerationRequest, markup: Markup, offer: Offer) -> Markup:
     """What of the model's markup can occur in this reply."""
-    if request.raw or (request.grammar and not offer.forced):
-        # A grammar holds from the first token on, so whatever looks like a marker is in a string of the JSON.
+    if request.raw:
         return replace(_PLAIN, router=markup.router)
-    return markup
+    if not request.grammar or offer.forced:
+        return markup
+    # What worker/reply_grammar leaves free before the answer.
+    kept = replace(markup, structure=())
+    if not (request.thinking or request.reasoning_open):
+        kept = replace(kept, think_start="", think_end="")
+    return kept if markup.syntax else replace(kept, tool_start="", tool_end="", parse=None)
 
 
 class _Tokens:

@@ -41,12 +41,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """The request's tools. forced: the model must call one."""
+    """The request's tools. forced: the model must call one; named: this one."""
 
     definitions: tuple[dict[str, Any], ...] = ()
     names: frozenset[str] = frozenset()
     forced: bool = False
     parallel: bool = True
+    named: str = ""
 
 
 def read_offer(text: str) -> Offer:
@@ -59,20 +60,35 @@ def read_offer(text: str) -> Offer:
             wanted = {"tools": wanted}
         definitions = tuple(_as_parsers_read_it(tool) for tool in wanted["tools"])
         names = frozenset(tool["function"]["name"] for tool in definitions)
-        forced = bool(wanted.get("named")) or wanted.get("choice") == "required"
-        return Offer(definitions, names, forced, wanted.get("parallel", True) is not False)
+        named = str(wanted["choice"]) if wanted.get("named") else ""
+        forced = bool(named) or wanted.get("choice") == "required"
+        return Offer(definitions, names, forced, wanted.get("parallel", True) is not False, named)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"tools are not a list of tools: {type(error).__name__}") from None
 
 
 def _as_parsers_read_it(tool: dict[str, Any]) -> dict[str, Any]:
-    """A definition as mlx-lm's parsers expect one: with parameters, and with properties that are objects."""
+    """A definition as mlx-lm's parsers expect one: with parameters, and with properties that are objects and say
+    themselves what they are."""
     function = tool["function"]
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")
     found = properties.items() if isinstance(properties, dict) else ()
-    known = {name: schema if isinstance(schema, dict) else {} for name, schema in found}
+    known = {name: resolved(schema, parameters) for name, schema in found}
     return tool | {"function": function | {"parameters": parameters | {"properties": known}}}
+
+
+def resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """A schema of `root` with what its own $ref means; {} for what is no object."""
+    if not isinstance(schema, dict):
+        return {}
+    reference, target = schema.get("$ref"), root
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    for step in reference[2:].split("/"):
+        target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    return target | rest if isinstance(target, dict) and "$ref" not in target else schema
 
 
 class ToolCalls:

@@ -40,8 +40,8 @@ class Chat:
             req, self._generation, lambda body: normalize_chat(body, settings.max_tokens, settings.strict_fields)
         )
         model = self._generation.model(chat.model)
-        exchange, enforced = await self._generation.begin_chat(chat, model, line)
-        list_ignored(resp, (*chat.ignored, *exchange.ignored))
+        exchange, enforced, left_out = await self._generation.begin_chat(chat, model, line)
+        list_ignored(resp, [*chat.ignored, *exchange.ignored, *left_out])
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{model.fingerprint}")

@@ -23,6 +23,8 @@ MODULES = {
     "serial": "serial",
     "end_to_end": "end_to_end",
     "streams": "streams",
+    "peers": "peers",
+    "prefix": "prefix",
 }
 
 

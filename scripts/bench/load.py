@@ -28,12 +28,12 @@ async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
     return await work()
 
 
-def drive(url: str, asks: Sequence[Ask], clients: int, **body: object) -> Stage:
+def drive(url: str, asks: Sequence[Ask], clients: int, model: str = MODEL, **body: object) -> Stage:
     """All of `asks`, `clients` at once. Raises RuntimeError unless every reply was whole."""
     stage = Stage("bench", clients, "closed")
 
     async def work() -> None:
-        client = Client(Target(url, MODEL, extra=body))
+        client = Client(Target(url, model, extra=body))
         await runner.closed(stage, client, iter(asks), clients, len(asks), 0.0)
         client.close()
 

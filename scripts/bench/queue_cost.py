@@ -2,6 +2,7 @@
 
 Twice: the ledger alone, called as the switchboard calls it, and a real broker process with real peers. A cycle is a
 place, a prompt and a hang-up of one request at the end of the line; a turn is a DONE and the next in line dispatched.
+The requests are a hundred keys', who take turns. A displacement is a RESERVE that takes a flood's place in a full queue.
 """
 
 import itertools
@@ -24,21 +25,25 @@ FLAT = 1.5
 MODEL = "bench"
 SETTINGS = {"max_queue": 100_000, "queue_timeout": 86_400.0, "request_timeout": 604_800.0}
 CYCLE_EVENTS, TURN_EVENTS = 3, 1
+KEYS = 100
 
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
     rounds, pure_events, real_events = (1, 200, 100) if quick else (5, 2000, 2000)
     pure = {length: [_pure(length, pure_events) for _ in range(rounds)] for length in LENGTHS}
+    displacing = {length: [_displacing(length, pure_events) for _ in range(rounds)] for length in LENGTHS}
     real = _real(LENGTHS, rounds, real_events)
     rows = []
     for length in LENGTHS:
         cells = [_middle([one[which] for one in found[length]]) for found in (pure, real) for which in (0, 1)]
+        cells.insert(2, _middle(displacing[length]))
         rows.append((str(length), *(f"{cell:.1f}" for cell in cells)))
     header = (
         "waiting",
         "ledger: event of a cycle, µs",
         "ledger: turn, µs",
+        "ledger: displacement, µs",
         "broker: event of a cycle, µs",
         "broker: turn, µs",
     )
@@ -51,6 +56,9 @@ def run(quick: bool) -> Report:
             ("broker: turn", real, 1),
         )
     ]
+    growth = [many / few for many, few in zip(displacing[LENGTHS[-1]], displacing[LENGTHS[0]], strict=True)]
+    name = f"ledger: displacement, {LENGTHS[-1]} waiting / {LENGTHS[0]}"
+    figures.append(Figure(name, growth, "{:.2f}", most=FLAT))
     lines = [
         Line(name, [(length, _middle([one[which] for one in found[length]])) for length in LENGTHS])
         for name, found, which in (("ledger, cycle", pure, 0), ("ledger, turn", pure, 1), ("broker, cycle", real, 0))
@@ -81,8 +89,9 @@ def _pure(length: int, events: int) -> tuple[float, float]:
     numbers = itertools.count()
 
     def arrive() -> tuple[RequestId, list]:
-        id = RequestId(next(numbers).to_bytes(16, "big"))
-        ledger.reserve(api, Reserve([id], "bench", MODEL, 0, ""), 0.0)
+        number = next(numbers)
+        id = RequestId(number.to_bytes(16, "big"))
+        ledger.reserve(api, Reserve([id], "bench", MODEL, 0, f"key-{number % KEYS}"), 0.0)
         return id, ledger.submit(api, Submit(id, 64, 64, b"", "f"), b"", 0.0)
 
     _, effects = arrive()
@@ -102,6 +111,32 @@ def _pure(length: int, events: int) -> tuple[float, float]:
         running = _dispatched(effects)
         arrive()
     return cycles / events / CYCLE_EVENTS * 1e6, turns / events / TURN_EVENTS * 1e6
+
+
+def _displacing(length: int, events: int) -> float:
+    """µs per RESERVE that displaces, in a queue that a flood has filled beside many small holders."""
+    ledger = Ledger(BrokerSettings(**{**SETTINGS, "max_queue": length, "max_inflight": 1}), 0.0)  # type: ignore[arg-type]
+    api = PeerId(b"a" * 16)
+    ledger.worker_joined(PeerId(b"w" * 16), "w", WorkerFacts(MODEL, "f", 1, 2**50, 1, 8192, ["batched"], []), 0.0)
+    numbers = itertools.count()
+
+    def ask(key: str) -> tuple[RequestId, list]:
+        id = RequestId(next(numbers).to_bytes(16, "big"))
+        return id, ledger.reserve(api, Reserve([id], "bench", MODEL, 0, key), 0.0)
+
+    small = min(KEYS, length // 2)
+    for number in range(length + 1):
+        ask(f"key-{number}" if number < small else "flood")
+    spent = 0.0
+    for _ in range(events):
+        began = time.process_time()
+        id, effects = ask("single")
+        spent += time.process_time() - began
+        if len(effects) != 2:
+            raise RuntimeError(f"nobody was displaced: {effects}")
+        ledger.release(api, [id], 0.0)
+        ask("flood")
+    return spent / events * 1e6
 
 
 def _dispatched(effects: list) -> Dispatch:

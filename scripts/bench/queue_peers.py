@@ -61,8 +61,8 @@ class Crowd(ApiEnd):
 
     def _reserved(self, count: int) -> list[bytes]:
         ids = [secrets.token_bytes(16) for _ in range(count)]
-        for id in ids:
-            self.peer.send(Reserve([id], "bench", MODEL, 0, ""))
+        for number, id in enumerate(ids):
+            self.peer.send(Reserve([id], "bench", MODEL, 0, f"key-{number}"))
         held = 0
         while held < count:
             held += sum(isinstance(event.message, Reserved) for event in self.pump(10))

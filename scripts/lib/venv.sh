@@ -118,6 +118,8 @@ ensure_venv() {
     extras="$(backend_extra)"
     [ -z "${2:-}" ] || extras="${extras:+$extras,}$2"
     if is_up_to_date "$repo" "$extras"; then return; fi
+    # Making it anew would empty whatever it points to, which another checkout may be running from.
+    [ ! -L "$repo/.venv" ] || die "$repo/.venv is a link; remove it"
     python="$(find_python)" || exit 1
     { exec 9>>"$repo/.venv.lock"; } 2>/dev/null || die "cannot write in $repo"
     lock_fd_9 "$python" || die "cannot lock $repo/.venv.lock"

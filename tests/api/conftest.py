@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
 class Server:
     """One API server (one worker process) and its broker."""
 
-    def __init__(self, model: Path, **settings: object) -> None:
+    def __init__(self, model: Path, *, app: str = "api.app", wait: bool = True, **settings: object) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="mp-"))
         self.port = free_port()
         self.runtime: Runtime = runtime(self.port, str(self.folder))
@@ -53,13 +53,15 @@ class Server:
         environment |= {f"MILLPOND_{name.upper()}": str(value) for name, value in chosen.items()}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-m", "gunicorn", "-c", "api/gunicorn_conf.py", "api.app:create_app()"],
+                [sys.executable, "-W", "error", "-m", "gunicorn", "-c", "api/gunicorn_conf.py", f"{app}:create_app()"],
                 cwd=REPOSITORY,
                 env=environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+        if not wait:
+            return
         try:
             wait_until(self._joined, "the API joined the broker")
         except BaseException:
@@ -192,7 +194,7 @@ def own_server(tiny_model: Path) -> Iterator[Callable[..., Server]]:
     """Makes servers of a test's own."""
     made: list[Server] = []
 
-    def make(**settings: object) -> Server:
+    def make(**settings: Any) -> Server:
         made.append(Server(tiny_model, **settings))
         return made[-1]
 

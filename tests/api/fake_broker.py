@@ -181,6 +181,7 @@ def ready_snapshot() -> dict[str, object]:
         "finished": {},
         "refused": {},
         "tokens": {"prompt": 0, "cached": 0, "completion": 0},
+        "prefix_routing": {"hit": 0, "diverted": 0, "new": 0},
         "histograms": {kind: Histogram(kind).packed() for kind in BOUNDS},
     }
     return {

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.envelope import Cancel, Message, Release, Reserve, Submit
+from api.exchange import prefix_hashes
+from common.envelope import Cancel, Message, Rejected, Release, Reserve, Submit, TraceMarks
 from common.generation import CONTENT, REASONING, Piece, Sampling
 from common.outcomes import Outcome
 from tests.api.conftest import Server, chat_body, events, http_request, read_all, read_until, wait_until
@@ -60,7 +61,8 @@ def test_a_stream_has_role_content_finish_usage_and_done(server: Server) -> None
 
 
 def test_the_request_reaches_the_worker_as_the_client_meant_it(server: Server, broker: FakeBroker) -> None:
-    server.chat(max_tokens=5, temperature=0.5, seed=11, stop=["x"], priority=3, n=2)
+    long = [{"role": "user", "content": "hello " * 100}]
+    server.chat(messages=long, max_tokens=5, temperature=0.5, seed=11, stop=["x"], priority=3, n=2)
     (reserve,) = broker.wait_for(Reserve)
     assert (reserve.model, reserve.priority, len(reserve.requests)) == ("tiny", 3, 2)
     submits = broker.wait_for(Submit, 2)
@@ -69,7 +71,7 @@ def test_the_request_reaches_the_worker_as_the_client_meant_it(server: Server, b
     assert requests[0].max_tokens == 5 and requests[0].stop == ["x"]
     assert (requests[0].sampling.temperature, requests[0].sampling.seed) == (0.5, 11)
     assert submits[0].prompt_tokens == len(requests[0].prompt) > 0
-    assert submits[0].prefix and submits[0].prefix == submits[1].prefix
+    assert submits[0].prefix == submits[1].prefix == prefix_hashes(requests[0].prompt) != b""
 
 
 def test_max_tokens_are_clamped_to_the_room_in_the_context(server: Server, broker: FakeBroker) -> None:
@@ -123,6 +125,26 @@ def test_a_refused_place_is_a_real_status_for_streams_too(
         assert got == status
         assert (reply["error"]["type"], reply["error"]["code"]) == (kind, code)
         assert headers.get("retry-after") == ("4" if status >= 500 else None)
+
+
+@pytest.mark.parametrize("while_rendering", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_place_given_to_another_key_is_a_529_with_advice(
+    server: Server, broker: FakeBroker, while_rendering: bool, stream: bool
+) -> None:
+    def script(broker: FakeBroker, message: Message, payload: bytes) -> None:
+        only_reserve(broker, message, payload)
+        if isinstance(message, Reserve if while_rendering else Submit):
+            # The second of two: all of the request goes.
+            id = message.requests[1] if isinstance(message, Reserve) else message.request
+            broker.send(Rejected(id, Outcome.QUEUE_FULL, 3400))
+
+    broker.script = script
+    status, headers, reply = server.chat(stream=stream, n=2)
+    assert (status, reply["error"]["code"], headers["retry-after"]) == (529, "queue_full", "4")
+    # What the broker still holds of it is given back.
+    if while_rendering:
+        broker.wait_for(Release)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +226,16 @@ def test_a_silent_stream_gets_comments(server: Server, broker: FakeBroker) -> No
         read_until(connection, b": keep-alive\n\n")
 
 
+def test_only_what_got_a_place_leaves_marks_with_the_broker(server: Server, broker: FakeBroker) -> None:
+    broker.script = reject(Outcome.QUEUE_FULL, 1000)
+    assert server.chat()[0] == 529
+    (refused,) = broker.wait_for(Reserve)
+    broker.script = answer("yes")
+    assert server.chat()[0] == 200
+    (marks,) = broker.wait_for(TraceMarks)
+    assert marks.request not in refused.requests and broker.count(TraceMarks) == 1
+
+
 def test_a_retried_attempt_starts_again_without_a_trace(server: Server, broker: FakeBroker) -> None:
     def script(broker: FakeBroker, message: Message, payload: bytes) -> None:
         only_reserve(broker, message, payload)
@@ -262,6 +294,36 @@ def test_json_mode_is_left_to_the_grammar_where_there_is_one(server: Server, bro
 
     wait_until(enforced)
     assert broker.requests.popitem()[1].grammar == '{"type":"object"}'
+
+
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+
+
+def json_schema(schema: object, **more: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
+@pytest.mark.slow
+def test_what_of_a_schema_no_grammar_enforces_is_listed_or_refused(server: Server, broker: FakeBroker) -> None:
+    broker.snapshot["models"][0]["abilities"] = ["grammar"]  # type: ignore[index]
+    broker.script = answer("[1]")
+    wait_until(lambda: "x-millpond-ignored" in server.chat(response_format=json_schema(SCHEMA))[1])
+    _, headers, _ = server.chat(response_format=json_schema(SCHEMA), surprise=1)
+    assert headers["x-millpond-ignored"] == "surprise, response_format.uniqueItems"
+    assert json.loads(broker.requests.popitem()[1].grammar) == SCHEMA
+    status, _, reply = server.chat(response_format=json_schema(SCHEMA, strict=True))
+    assert (status, reply["error"]["param"]) == (400, "response_format") and "uniqueItems" in reply["error"]["message"]
+    assert server.chat(response_format=json_schema({"type": "integer"}, strict=True))[0] == 200
+    broker.wait_for(Release)
+
+
+@pytest.mark.parametrize("schema", [{"type": "wrong"}, {"$ref": "#/nowhere"}, {"pattern": "(?=a)b", "type": "string"}])
+def test_a_schema_that_is_none_is_refused_by_every_model(server: Server, broker: FakeBroker, schema: object) -> None:
+    status, _, reply = server.chat(response_format=json_schema(schema))
+    assert (status, reply["error"]["param"], reply["error"]["type"]) == (
+        400, "response_format", "invalid_request_error",
+    )  # fmt: skip
+    broker.wait_for(Release)
 
 
 def test_unknown_fields_are_listed_and_known_ones_refused(server: Server) -> None:

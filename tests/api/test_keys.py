@@ -59,6 +59,7 @@ def test_a_file_gives_names_and_priorities(tmp_path: Path) -> None:
     guest = keys.holder([(b"x-api-key", b"g")])
     assert team and guest
     assert (team.name, team.max_priority, guest.name, guest.max_priority) == ("team", 5, "guest", 0)
+    assert (team.weight, guest.weight) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,9 @@ def test_a_missing_or_empty_keys_file_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.system
 def test_keys_and_origins_over_http(own_server: MakeServer, tmp_path: Path) -> None:
-    path = keys_file(tmp_path, f'name = "team"\nsha256 = "{sha("s3cret")}"\nmax_priority = 1')
+    path = keys_file(tmp_path, f'name = "team"\nsha256 = "{sha("s3cret")}"\nmax_priority = 1\nweight = 3')
+    with open(path, "a") as file:
+        file.write(f'\n[[keys]]\nname = "batch"\nsha256 = "{sha("low")}"\nmax_priority = -2\n')
     server = own_server(api_keys_file=path, cors_origins="http://page.test", open_routes="pool")
     mine = {"authorization": "Bearer s3cret"}
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "s3cre"}):
@@ -104,7 +107,10 @@ def test_keys_and_origins_over_http(own_server: MakeServer, tmp_path: Path) -> N
     status, _, reply = server.chat(mine, priority=2)
     assert (status, reply["error"]["param"]) == (400, "priority")
     assert server.broker is not None
-    assert {reserve.key for reserve in server.broker.wait_for(Reserve)} == {"team"}
+    assert {(reserve.key, reserve.weight) for reserve in server.broker.wait_for(Reserve)} == {("team", 3.0)}
+    # A key that may ask for less than the usual priority gets what it may without asking.
+    assert server.chat({"x-api-key": "low"})[0] == 200 and server.chat({"x-api-key": "low"}, priority=0)[0] == 400
+    assert {(r.key, r.priority) for r in server.broker.wait_for(Reserve, 2)[1:]} == {("batch", -2)}
     server.wait_for_line(key="team", status=200)
     assert "s3cret" not in server.log()
     check_origins(server, mine)

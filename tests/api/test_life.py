@@ -197,3 +197,14 @@ def test_reports_carry_what_the_api_refused(server: Server, broker: FakeBroker) 
         return all(sums.values())
 
     wait_until(counted)
+
+
+@pytest.mark.slow
+def test_an_end_that_is_asked_for_while_a_worker_starts_is_not_lost(own_server: MakeServer) -> None:
+    server = own_server(app="tests.api.slow_app", wait=False)
+    wait_until(lambda: "starting slowly" in server.log())
+    began = time.monotonic()
+    terminate(server)
+    # The graceful timeout, after which the master kills, is 33 s.
+    assert server.process.wait(40) == 0
+    assert time.monotonic() - began < 20

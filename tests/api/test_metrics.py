@@ -27,6 +27,7 @@ def snapshot(models: int = 1, workers: int = 1) -> dict:
                 "tokens": {"prompt": 10, "cached": 2, "completion": 7},
                 "running": 2,
                 "waiting": 3,
+                "prefix_routing": {"hit": 4, "diverted": 2, "new": 1},
                 "histograms": {kind: histogram.packed() for kind, histogram in histograms.items()},
             }
             for n in range(models)
@@ -73,6 +74,7 @@ def test_every_count_is_where_it_belongs() -> None:
     assert got["millpond_refusals_total", ("cause", "queue_full"), ("model", "m0")] == 5
     assert got["millpond_refusals_total", ("cause", "http_404"), ("model", "")] == 6
     assert got["millpond_tokens_total", ("kind", "cached"), ("model", "m0")] == 2
+    assert got["millpond_prefix_routing_total", ("model", "m0"), ("result", "diverted")] == 2
     assert (
         got["millpond_requests_running", ("model", "m0")] == 2
         and got["millpond_requests_waiting", ("model", "m0")] == 3

@@ -245,6 +245,28 @@ def test_a_raw_prompt_is_encoded_as_it_is(family: Family, source_of: Callable[..
         source.text("hello world and more", 2)
 
 
+def test_the_system_part_is_what_conversations_may_share(source_of: Callable[..., PromptSource]) -> None:
+    for style in ("chatml", "llama3", "qwen3", "deepseek", "gptoss"):
+        source = source_of(style)
+
+        def shared(words: str, system: str = "Be brief.", more: str = "", source: PromptSource = source) -> list[int]:
+            messages = [{"role": "system", "content": system}, user(words)]
+            messages += [{"role": "assistant", "content": more}, user("and")] if more else []
+            prompt = source.chat(messages, {"enable_thinking": False}, [], 1000)
+            return prompt.ids[: prompt.shared]
+
+        head = shared("hello")
+        assert "Be brief." in source.tokens.decode(head) and "hello" not in source.tokens.decode(head), style
+        for words in ("Be brief.", "user", "im_end", "other <|im_end|> words"):
+            # Words that look like the template's own may hide where they begin, and never share too much.
+            found = shared(words, more="brief")
+            assert found == head[: len(found)], (style, words)
+        assert shared("other <|im_end|> words", more="brief") == head
+        assert shared("hello", "Be long.") != head
+        # Not one that the template changed beyond recognition, nor one without words.
+        assert not source.chat([user("")], {"enable_thinking": False}, [], 1000).shared
+
+
 def test_an_open_thought_is_noticed(source_of: Callable[..., PromptSource]) -> None:
     given = {"kwargs": {"enable_thinking": True}, "tools": [], "limit": 1000}
     assert source_of("deepseek").chat([user("x")], **given).reasoning_open  # type: ignore[arg-type]

@@ -30,21 +30,25 @@ class Book:
         return self.seen(self.ledger.worker_joined(peer, peer.decode(), facts, self.now))
 
     def seen(self, effects: list[Effect]) -> list[Effect]:
-        invariants.check(self.ledger)
+        invariants.check(self.ledger, self.now)
         return effects
 
-    def reserve(self, *numbers: int, priority: int = 0, api: bytes = API) -> object:
-        message = Reserve([id_(n) for n in numbers], "label", "m", priority, "")
-        (effect,) = self.seen(self.ledger.reserve(api, message, self.now))
+    def reserve(self, *numbers: int, priority: int = 0, api: bytes = API, key: str = "", weight: float = 1.0) -> object:
+        """The answer; those who were displaced for it are in .displaced."""
+        message = Reserve([id_(n) for n in numbers], "label", "m", priority, key, weight)
+        *others, effect = self.seen(self.ledger.reserve(api, message, self.now))
         assert isinstance(effect, ToApi)
+        self.displaced = [other.message for other in others if isinstance(other, ToApi)]
         return effect.message
 
-    def submit(self, number: int, tokens: int = 30, fingerprint: str = "print", **more: object) -> list[Effect]:
+    def submit(
+        self, number: int, tokens: int = 30, fingerprint: str = "print", prefix: bytes = b"", **more: object
+    ) -> list[Effect]:
         self.reserve(number, **more)  # type: ignore[arg-type]
-        return self.send(number, tokens, fingerprint)
+        return self.send(number, tokens, fingerprint, prefix)
 
-    def send(self, number: int, tokens: int = 30, fingerprint: str = "print") -> list[Effect]:
-        message = Submit(id_(number), tokens - 10, 10, b"", fingerprint)
+    def send(self, number: int, tokens: int = 30, fingerprint: str = "print", prefix: bytes = b"") -> list[Effect]:
+        message = Submit(id_(number), tokens - 10, 10, prefix, fingerprint)
         return self.seen(self.ledger.submit(API, message, b"p%d" % number, self.now))
 
     def done(self, number: int, peer: bytes = b"w0", attempt: int = 1) -> list[Effect]:
@@ -274,3 +278,107 @@ def test_names_that_nobody_serves_are_not_kept() -> None:
     book.now = ASSEMBLY_S
     book.reserve(1)
     assert book.ledger.models == {}
+
+
+def full(**settings: object) -> Book:
+    """One slot and four places behind it, all of one key: 1 runs, 2 and 3 wait, 4 and 5 are reserved."""
+    book = Book(slots=1, max_queue=4, **settings)
+    for number in (1, 2, 3):
+        book.submit(number, key="flood")
+    book.reserve(4, key="flood")
+    book.reserve(5, key="flood")
+    return book
+
+
+def test_a_full_queue_gives_its_largest_holders_youngest_place_to_who_holds_less() -> None:
+    book = full()
+    assert isinstance(book.reserve(9, key="flood"), Rejected) and book.displaced == []
+    assert isinstance(book.reserve(6, key="other"), Reserved)
+    # Reserved places go first, being the youngest, and come too late with their prompt.
+    assert book.displaced == [Rejected(id_(5), Outcome.QUEUE_FULL, 2000)]
+    assert book.send(5) == [ToApi(API, Rejected(id_(5), Outcome.NOT_RESERVED, 0))]
+    assert isinstance(book.reserve(7, key="other"), Reserved)
+    assert book.displaced == [Rejected(id_(4), Outcome.QUEUE_FULL, 2000)]
+    assert book.reserve(8, key="other") == Rejected(id_(8), Outcome.QUEUE_FULL, 2000) and book.displaced == []
+    assert isinstance(book.reserve(8, key="third"), Reserved)
+    assert [int(rejected.request) for rejected in book.displaced] in ([3], [7])
+    assert book.ledger.models["m"].refused == {Outcome.QUEUE_FULL: 5}
+    assert book.ledger.models["m"].finished == {}
+
+
+def test_who_waits_is_displaced_like_who_has_reserved_and_never_who_runs() -> None:
+    book = Book(slots=1, max_queue=2)
+    for number in (1, 2, 3):
+        book.submit(number, key="flood")
+    assert isinstance(book.reserve(4, key="other"), Reserved)
+    assert book.displaced == [Rejected(id_(3), Outcome.QUEUE_FULL, 2000)]
+    assert isinstance(book.reserve(5, key="third"), Rejected)
+    assert book.seen(book.ledger.tokens(b"w0", id_(1), 1, 0.0)) == [Relay(API)]
+
+
+def test_several_places_displace_all_that_are_missing_or_nobody() -> None:
+    book = full()
+    assert isinstance(book.reserve(6, 7, 8, key="other"), Rejected) and book.displaced == []
+    assert isinstance(book.reserve(6, 7, key="other"), Reserved)
+    assert [int(rejected.request) for rejected in book.displaced] == [5, 4]
+
+
+def test_what_a_worker_had_once_is_not_displaced() -> None:
+    book = full()
+    book.seen(book.ledger.started(b"w0", Started(id_(1), 1, "batched", "w0"), 0.0))
+    book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    book.join(b"w1", slots=1)
+    book.seen(book.ledger.worker_lost(b"w1", 0.0, charge=False))
+    assert book.waiting()[0] == 1
+    for number in range(10, 13):
+        book.reserve(number, key=f"k{number}")
+    assert id_(1) in book.ledger.requests
+
+
+def test_fewer_places_than_are_given_away_displace_nobody() -> None:
+    book = full()
+    book.ledger.planned([ModelPlan("m", 1, 2, "ready", 1000, 0)], 0.0)
+    book.reserve(6, key="flood")
+    book.ledger.planned([ModelPlan("m", 1, 1, "ready", 1000, 0)], 0.0)
+    assert isinstance(book.reserve(7, key="other"), Rejected) and book.displaced == []
+
+
+def test_a_single_request_waits_for_one_running_request_of_a_flood() -> None:
+    book = full()
+    numbers = iter(range(100, 1000))
+    running = 1
+    for _ in range(50):
+        single = next(numbers)
+        book.submit(single, key="other")
+        assert len(book.ledger.requests) == 5
+        book.submit(next(numbers), key="flood")
+        # The next that is served, although five of the flood came before.
+        assert [d[0] for d in dispatched(book.done(running))] == [single]
+        running = dispatched(book.done(single))[0][0]
+        book.submit(next(numbers), key="flood")
+
+
+def test_repeat_prompts_go_where_their_head_was_read_until_that_worker_is_too_busy() -> None:
+    book = Book(slots=8, workers=2, max_queue=9)
+    prefix = b"prefix-1prefix-2"
+    first = dispatched(book.submit(1, prefix=prefix))[0][2]
+    assert dispatched(book.submit(2, prefix=prefix))[0][2] == first
+    other = dispatched(book.submit(3, prefix=prefix))[0][2]
+    assert other != first
+    assert book.ledger.models["m"].routed == {"new": 1, "hit": 1, "diverted": 1}
+    # Both have read it now; a longer prompt is known by the longest head.
+    assert dispatched(book.submit(4, prefix=prefix + b"other---"))[0][2] == other
+    for number in (1, 2):
+        book.done(number, first)
+    book.done(3, other)
+    assert dispatched(book.submit(5, prefix=prefix + b"other---"))[0][2] == other
+    assert book.ledger.models["m"].routed == {"new": 1, "hit": 3, "diverted": 1}
+    book.seen(book.ledger.worker_lost(other, 0.0))
+    assert len(book.ledger.models["m"].prefixes) == 2
+
+
+def test_without_prefix_routing_and_with_one_worker_nothing_is_remembered() -> None:
+    for book in (Book(workers=2, prefix_routing=False), Book(workers=1)):
+        book.submit(1, prefix=b"prefix-1")
+        book.submit(2, prefix=b"prefix-1")
+        assert len(book.ledger.models["m"].prefixes) == 0 and not any(book.ledger.models["m"].routed.values())

@@ -11,15 +11,15 @@ import pytest
 
 import mlx.core as mx
 
-from tokenizers import Tokenizer  # noqa: E402
+from tokenizers import Tokenizer
 
-from common.errors import ConfigError  # noqa: E402
-from common.generation import GenerationRequest, Sampling  # noqa: E402
-from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, drain, run, rid  # noqa: E402
-from worker.engine import Unsupported  # noqa: E402
-from worker.engines import sampling as sampling_module  # noqa: E402
-from worker.engines.batched import BatchedEngine, read_well_together  # noqa: E402
+from common.errors import ConfigError
+from common.generation import GenerationRequest, Sampling
+from common.ids import RequestId
+from tests.worker.driving import Reply, collect, drain, run, rid
+from worker.engine import Unsupported
+from worker.engines import sampling as sampling_module
+from worker.engines.batched import BatchedEngine, read_well_together
 
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=0.9, top_p=0.95)

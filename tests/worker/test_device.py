@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from common.errors import ConfigError
 from worker import device
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-needs_openblas = pytest.mark.skipif(not device.openblas_libraries(), reason="no package with OpenBLAS is installed")
 
 
 def child(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -49,7 +49,6 @@ def test_a_home_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None
 
 
 @linux
-@needs_openblas
 def test_a_worker_gets_the_preloaded_blas_with_its_threads(tmp_path: Path) -> None:
     made = device.cpu_environment(1, tmp_path)
     assert "LD_PRELOAD" in made, "no installed OpenBLAS computes on this CPU"
@@ -132,7 +131,6 @@ def test_a_child_that_gives_no_answer_is_a_config_error(monkeypatch: pytest.Monk
 
 
 def test_memory_is_counted() -> None:
-    mx = pytest.importorskip("mlx.core")
     before = device.memory()
     held = mx.zeros(1_000_000)
     mx.eval(held)

@@ -2,20 +2,23 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
+import mlx.core as mx
+import msgspec
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-jsonschema = pytest.importorskip("jsonschema")
-
-from common.generation import GenerationRequest, Sampling  # noqa: E402
-from common.ids import RequestId  # noqa: E402
-from common.json_schema import LARK, check_schema, forced_call  # noqa: E402
-from tests.worker.driving import Reply, run, rid  # noqa: E402
-from worker.engines import grammar as grammar_module  # noqa: E402
-from worker.engines.batched import BatchedEngine  # noqa: E402
-from worker.engines.grammar import KEPT, BadGrammar, Grammars, RowGrammar, masked  # noqa: E402
+from common.generation import GenerationRequest, Sampling
+from common.ids import RequestId
+from common.json_schema import LARK, check_schema
+from tests.worker.driving import Reply, run, rid
+from worker.call_syntax import SYNTAXES
+from worker.engine import Markup
+from worker.engines import grammar as grammar_module
+from worker.engines.batched import BatchedEngine
+from worker.engines.grammar import KEPT, BadGrammar, Grammars, RowGrammar, masked
 
 GREEDY = Sampling(temperature=0.0)
 CHOICE = '{"enum":["the","of","and"]}'
@@ -88,22 +91,27 @@ def test_what_may_go_on_ends_with_the_end_of_sequence(engine: BatchedEngine) -> 
     assert reply.reason == "stop" and int(reply.text) >= 1
 
 
-def test_a_forced_call_is_the_markup_and_one_of_the_schemas(engine: BatchedEngine) -> None:
-    calls = [
-        {"type": "object", "properties": {"name": {"const": name}, "n": {"enum": [1, 2, 3, 4, 5]}},
-         "required": ["name", "n"], "additionalProperties": False}
+def test_a_forced_call_is_a_call_at_any_temperature(tiny_model: Path, engine: BatchedEngine) -> None:
+    markup = Markup(
+        tool_start="<tool_call>", tool_end="</tool_call>", parse=lambda text, tools: json.loads(text),
+        syntax=SYNTAXES["json_tools"],
+    )  # fmt: skip
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {
+            "type": "object", "properties": {"n": {"enum": [1, 2, 3, 4, 5]}}, "required": ["n"]}}}
         for name in ("look", "go")
     ]  # fmt: skip
-    grammar = forced_call("<tool_call>\n", calls, "\n</tool_call><|im_end|>", special=["<|im_end|>"])
-    assert grammar.startswith(LARK)
+    before, engine.facts = engine.facts, replace(engine.facts, markup=markup)
+    wanted = json.dumps({"tools": tools, "choice": "required", "named": False, "parallel": False})
     texts = set()
     for seed in range(6):
-        reply = solo(engine, asked(grammar, Sampling(temperature=1.0, seed=seed)))
+        reply = solo(engine, msgspec.structs.replace(asked("", Sampling(temperature=1.0, seed=seed)), tools=wanted))
         assert reply.reason == "stop"
         inner = reply.text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
         assert inner != reply.text and json.loads(inner)["name"] in ("look", "go")
         texts.add(reply.text)
-    assert len(texts) > 2
+    engine.facts = before
+    assert len(texts) > 1
 
 
 # --- Its neighbours ---------------------------------------------------------------------------------------------------

@@ -4,14 +4,12 @@ through."""
 import random
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-
-mx = pytest.importorskip("mlx.core")
-
-from common.generation import GenerationRequest, Sampling  # noqa: E402
-from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import run, rid  # noqa: E402
-from worker.engines.batched import BatchedEngine  # noqa: E402
+from common.generation import GenerationRequest, Sampling
+from common.ids import RequestId
+from tests.worker.driving import run, rid
+from worker.engines.batched import BatchedEngine
 
 # Products of other shapes are summed in other orders. On the tiny model in float32, whose logits reach 40, that made no
 # difference with mlx's reference BLAS and 1.5e-5 at most with OpenBLAS.

@@ -4,15 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from mlx_lm import tokenizer_utils
+from tokenizers import AddedToken, Tokenizer
 
-pytest.importorskip("mlx_lm")
-
-from mlx_lm import tokenizer_utils  # noqa: E402
-from tokenizers import AddedToken, Tokenizer  # noqa: E402
-
-from worker.engine import Markup  # noqa: E402
-from worker.engines import markup  # noqa: E402
-from worker.router import MOST  # noqa: E402
+from worker.engine import Markup
+from worker.engines import markup
+from worker.router import MOST
 
 TEMPLATES = {
     "minimax_m2": "<minimax:tool_call>",

@@ -5,15 +5,12 @@ import inspect
 import re
 from pathlib import Path
 
+import mlx_lm
+import mlx_lm.utils
 import pytest
+from mlx_lm.sample_utils import make_logits_processors
 
-pytest.importorskip("mlx_lm")
-
-import mlx_lm  # noqa: E402
-import mlx_lm.utils  # noqa: E402
-from mlx_lm.sample_utils import make_logits_processors  # noqa: E402
-
-from worker.engines import mlx_lm_0_32  # noqa: E402
+from worker.engines import mlx_lm_0_32
 
 READING = mlx_lm_0_32.generate.PromptProcessingBatch
 DECODING = mlx_lm_0_32.generate.GenerationBatch

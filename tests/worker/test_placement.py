@@ -42,7 +42,7 @@ def facts(*abilities: str, lanes: tuple[str, ...] = ("batched",), markup: Markup
         ({"tools": tools()}, ("tools",)),
         ({"tools": tools("required")}, ("tools", "tool_choice")),
         ({"tools": tools("f", named=True)}, ("tools", "tool_choice")),
-        ({"tools": tools("required"), "grammar": "lark:x"}, ("grammar", "tools")),
+        ({"tools": tools("required"), "grammar": "lark:x"}, ("grammar", "tools", "tool_choice")),
     ],
 )
 def test_a_shape_holds_what_is_needed_and_nothing_neutral(fields: dict[str, object], needs: tuple[str, ...]) -> None:

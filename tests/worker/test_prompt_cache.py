@@ -5,19 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_lm.models.cache import KVCache, RotatingKVCache  # noqa: E402
-
-from common.generation import GenerationRequest, Sampling  # noqa: E402
-from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, drain, run, rid  # noqa: E402
-from worker.engine import Prefilled  # noqa: E402
-from worker.engines import mlx_lm_0_32  # noqa: E402
-from worker.engines.batched import BatchedEngine  # noqa: E402
-from worker.engines.prompt_cache import SHORTEST, PromptCache  # noqa: E402
+from common.generation import GenerationRequest, Sampling
+from common.ids import RequestId
+from tests.worker.driving import Reply, collect, drain, run, rid
+from worker.engine import Prefilled
+from worker.engines import mlx_lm_0_32
+from worker.engines.batched import BatchedEngine
+from worker.engines.prompt_cache import SHORTEST, PromptCache
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -240,3 +238,37 @@ def test_rows_that_wait_join_while_others_hit(engine: BatchedEngine) -> None:
     for id, wanted in requests.items():
         engine.start(id, wanted)
     assert {id: reply.tokens for id, reply in drain(engine, replies).items()} == expected
+
+
+def test_prompts_that_come_together_are_read_once(engine: BatchedEngine) -> None:
+    head = tokens(1, 200)
+    prompts = [head, head, head + tokens(2, 30), tokens(3, 40), head[:150] + tokens(4, 5)]
+    expected = [cold(engine, request(prompt)).tokens for prompt in prompts]
+    replies = {rid(number): Reply() for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        engine.start(rid(number), request(prompt))
+    cached: dict[object, int] = {}
+    while engine.busy:
+        steps = engine.step()
+        cached |= {step.request: step.cached for step in steps if isinstance(step, Prefilled)}
+        collect(replies, steps)
+    assert [replies[rid(number)].tokens for number in range(len(prompts))] == expected
+    assert [cached[rid(number)] for number in range(len(prompts))] == [0, 199, 199, 0, 150]
+
+
+def test_nobody_waits_for_a_prompt_that_is_cancelled_or_much_longer(engine: BatchedEngine) -> None:
+    head = tokens(1, 100)
+    engine.start(rid(0), request(head + tokens(2, 10)))
+    engine.step()
+    engine.start(rid(1), request(head))
+    engine.step()
+    assert not engine._rows or rid(1) not in {row.id for row in engine._rows.values()}
+    engine.cancel(rid(0))
+    reply = drain(engine, {rid(1): Reply()})[rid(1)]
+    engine._kept.clear()
+    assert reply.tokens == cold(engine, request(head)).tokens
+    engine.start(rid(2), request(head + tokens(3, 900)))
+    engine.step()
+    engine.start(rid(3), request(head))
+    engine.step()
+    assert rid(3) in {row.id for row in engine._rows.values()}

@@ -1,5 +1,6 @@
 """Which part of a reply is content, reasoning or tool markup, however the text is cut."""
 
+import importlib
 import random
 import re
 
@@ -161,7 +162,7 @@ def test_no_text_is_held_that_cannot_become_a_marker() -> None:
 
 @pytest.mark.slow
 def test_random_texts_agree_with_mlx_lms_own_machine() -> None:
-    generate = pytest.importorskip("mlx_lm.generate") and __import__("sys").modules["mlx_lm.generate"]
+    generate = importlib.import_module("mlx_lm.generate")
     machine = generate.TextStateMachine(
         {
             "normal": [("<t>", "reasoning"), ("</t>", "normal"), ("[c]", "tool")],

@@ -6,8 +6,8 @@ import pytest
 
 import mlx.core as mx
 
-from common.generation import Sampling  # noqa: E402
-from worker.engines.sampling import Draw, RowLogits, SeededDraw, changes_logits, draw, greedy, is_greedy  # noqa: E402
+from common.generation import Sampling
+from worker.engines.sampling import Draw, RowLogits, SeededDraw, changes_logits, draw, greedy, is_greedy
 
 WIDTH = 5000
 

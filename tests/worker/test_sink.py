@@ -3,12 +3,14 @@
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
 from common.errors import ProtocolError
 from common.generation import CONTENT, REASONING, TOOL_CALL, GenerationRequest, Piece, TokenLogprob
 from tests.worker.cutting import cuts, random_cut
+from worker.call_syntax import SYNTAXES
 from worker.engine import Markup
 from worker.router import MOST, Router
 from worker.sink import Sink
@@ -109,9 +111,22 @@ def test_without_markup_without_tools_and_for_raw_text_nothing_is_changed() -> N
     assert say(list(text)).content == CALL
 
 
-def test_under_a_grammar_of_the_whole_reply_markers_are_only_strings() -> None:
-    text = '{"a": "<t>b</t>"}'
-    assert say(list(text), grammar="{}", reasoning_open=True).content == text
+def test_in_an_answer_under_a_grammar_markers_are_only_strings() -> None:
+    answer = '{"a": "<t>b</t> [c]f{}[/c] END"}'
+    for before, fields in (
+        ("", {}), ("", {"thinking": True}), ("<t>hm</t>", {"thinking": True}), ("hm</t>", {"reasoning_open": True}),
+    ):  # fmt: skip
+        for pieces in (*cuts(before + answer, 9), [before + answer], list(before + answer)):
+            said = say(pieces, grammar="{}", tools=TOOLS, **fields)
+            assert (said.reasoning, said.content) == ("hm" if before else "", answer), (pieces, fields)
+        said = say(list(before + answer), grammar="{}", stop=["END"], **fields)
+        assert (said.reasoning, said.content) == ("hm" if before else "", answer[: answer.index("END")])
+
+
+def test_a_call_in_the_place_of_an_answer_is_a_call() -> None:
+    able = replace(MARKUP, syntax=SYNTAXES["json_tools"])
+    assert say([CALL], able, grammar="{}", tools=TOOLS).calls == [("f", '{"a": 1}')]
+    assert say([CALL], grammar="{}", tools=TOOLS).content == CALL
     forced = TOOLS.replace('"auto"', '"required"')
     assert say([CALL], grammar="lark:start: x", tools=forced).calls == [("f", '{"a": 1}')]
 

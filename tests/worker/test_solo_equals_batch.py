@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
-
-mx = pytest.importorskip("mlx.core")
-
-from common.generation import GenerationRequest, Sampling  # noqa: E402
-from common.ids import RequestId  # noqa: E402
-from tests.worker.driving import Reply, collect, run, rid  # noqa: E402
-from worker.engine import Prefilled  # noqa: E402
-from worker.engines import mlx_lm_0_32  # noqa: E402
-from worker.engines.batch import Batch  # noqa: E402
-from worker.engines.batched import BatchedEngine  # noqa: E402
+from common.generation import GenerationRequest, Sampling
+from common.ids import RequestId
+from tests.worker.driving import Reply, collect, run, rid
+from worker.engine import Prefilled
+from worker.engines import mlx_lm_0_32
+from worker.engines.batch import Batch
+from worker.engines.batched import BatchedEngine
 
 # The largest difference seen was 1.5e-5 (test_logprobs measures it on every run); logits here reach 40. No row of 48
 # differed.

@@ -1,6 +1,8 @@
 """From tool markup to calls: every format of mlx-lm, arguments that stream, and markup that is no call."""
 
+import importlib
 import json
+import pkgutil
 import random
 from typing import Any
 
@@ -115,7 +117,7 @@ def called(events: list[Event]) -> list[tuple[str, Any]]:
 
 def markup_of(name: str) -> Markup:
     """As worker/engines/markup makes it of a model whose parser it is."""
-    module = pytest.importorskip(f"mlx_lm.tool_parsers.{name}")
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     from worker.engines import markup
 
     parse = markup._strict(module.parse_tool_call) if name in markup.LENIENT else module.parse_tool_call
@@ -125,9 +127,7 @@ def markup_of(name: str) -> Markup:
 
 
 def test_no_format_of_mlx_lm_is_left_out() -> None:
-    import pkgutil
-
-    parsers = pytest.importorskip("mlx_lm.tool_parsers")
+    parsers = importlib.import_module("mlx_lm.tool_parsers")
     assert {module.name for module in pkgutil.iter_modules(parsers.__path__)} == FORMATS.keys()
 
 

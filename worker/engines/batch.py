@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
+import numpy as np
 
 from worker.engines import mlx_lm_0_32
 from worker.engines.mlx_lm_0_32 import Cache, Decoding, Reading, RowNeeds, Token
-from worker.engines.prompt_cache import PromptCache
+from worker.engines.prompt_cache import PromptCache, common
+
+# So many tokens another row must be reading already: the time of a step or two.
+WORTH_WAITING = 64
 
 # Each group reads all weights in every step.
 MOST_GROUPS = 3
@@ -34,7 +38,7 @@ class Progress:
 @dataclass(eq=False)
 class Prompt:
     """A row to be read. shared: where the head ends that other prompts begin with too; 0: not known. cache: of the
-    first `done` tokens."""
+    first `done` tokens. array: the tokens again, (n,) of int64, for comparing with others."""
 
     needs: RowNeeds
     tokens: list[int]
@@ -42,6 +46,7 @@ class Prompt:
     cache: Cache | None = None
     done: int = 0
     cached: int = 0
+    array: np.ndarray | None = None
 
     @property
     def unread(self) -> int:
@@ -129,6 +134,23 @@ class Batch:
     def decodes(self) -> bool:
         """Whether rows draw tokens."""
         return bool(self._groups)
+
+    @property
+    def being_read(self) -> list[Prompt]:
+        """The prompts that are not through."""
+        return [prompt for company in self._reading for prompt in company.prompts]
+
+    def worth_waiting(self, tokens: np.ndarray, other: Prompt) -> bool:
+        """Whether a prompt should wait until `other` is read, because then much of it need not be read again."""
+        if other.array is None or not self._kept.wants(other.array[:-1]):
+            return False
+        same = common(tokens, other.array)
+        if self._stop_at_shared:
+            same, left = (other.shared, other.shared - other.done) if same >= other.shared else (0, 0)
+        else:
+            same, left = min(same, len(tokens) - 1), other.unread
+        saved = same - self._kept.covers(tokens)
+        return left > 0 and saved >= WORTH_WAITING and left <= 2 * saved
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
@@ -35,6 +37,8 @@ from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
 from worker.placement import SPECULATIVE
 from worker.plan import AUTO, PROMPT_CACHE_SHARE, held_precision, kv_bytes_per_token
+from worker.reply_grammar import reply_grammar
+from worker.tool_calls import read_offer
 
 LANE = "batched"
 ABILITIES = ("sampling", "seed", "penalties", "logit_bias", "logprobs", "grammar")
@@ -54,6 +58,7 @@ class _Row:
     logits: sampling.RowLogits | None
     grammar: RowGrammar | None
     uid: int
+    tokens: np.ndarray
 
     @property
     def error(self) -> str:
@@ -148,7 +153,9 @@ class BatchedEngine:
             block=1,
             context=context,
             lanes=(SPECULATIVE, LANE) if self._speculation else (LANE,),
-            abilities=(*ABILITIES, "tools") if written.parse else ABILITIES,
+            abilities=(
+                *ABILITIES, *(("tools",) if written.parse else ()), *(("tool_choice",) if written.syntax else ()),
+            ),
             details={
                 "backend": device.backend(), "blas": device.blas_in_use(), "weights": precision, "model": found.kind,
             },  # fmt: skip
@@ -217,8 +224,9 @@ class BatchedEngine:
             assert self._speculation is not None
             self._speculation.start(request_id, request, self._texts.stream(), self._sampler(request))
             return
+        text = reply_grammar(request, read_offer(request.tools), self.facts.markup, self._grammars.special)
         try:
-            grammar = self._grammars.row(request.grammar) if request.grammar else None
+            grammar = self._grammars.row(text) if text else None
         except BadGrammar as error:
             raise Unsupported(f"grammar: {error}") from None
         sampler = self._sampler(request)
@@ -227,8 +235,9 @@ class BatchedEngine:
             logits = sampling.RowLogits(request.sampling, len(request.prompt))
         self._last_uid += 1
         self._waiting[request_id] = _Row(
-            request_id, request, self._texts.stream(), sampler, logits, grammar, self._last_uid
-        )
+            request_id, request, self._texts.stream(), sampler, logits, grammar, self._last_uid,
+            np.asarray(request.prompt, np.int64),
+        )  # fmt: skip
 
     def cancel(self, request_id: RequestId) -> None:
         if self._speculation and self._speculation.cancel(request_id):
@@ -265,11 +274,14 @@ class BatchedEngine:
         """Hand waiting rows to the batch, in company of their like: padding is read like tokens."""
         companies: list[list[Prompt]] = []
         for row in list(self._waiting.values())[: self._slots - len(self._rows)]:
+            reading = [*self._batch.being_read, *chain.from_iterable(companies)]
+            if any(self._batch.worth_waiting(row.tokens, other) for other in reading):
+                continue
             del self._waiting[row.id]
             self._rows[row.uid] = row
             request = row.request
-            cache, cached = self._kept.find(request.prompt)
-            prompt = Prompt(row.needs, request.prompt, request.system_tokens, cache, cached, cached)
+            cache, cached = self._kept.find(row.tokens)
+            prompt = Prompt(row.needs, request.prompt, request.system_tokens, cache, cached, cached, row.tokens)
             for company in companies:
                 if len(company) < self._prefill_batch and self._suits(company, prompt):
                     company.append(prompt)

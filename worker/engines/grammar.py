@@ -5,11 +5,10 @@ requests, text or how a token is drawn. Invariant: a row without a grammar keeps
 raises into a step: a matcher in a bad state says so in `error`, and the engine ends its row.
 
 A grammar text is a JSON schema, or LARK ("lark:") followed by a grammar in llguidance's Lark dialect with a rule named
-`start`. The latter is how a tool call is forced: the model's own markup round the JSON of one of the functions'
-schemas, which common.json_schema.forced_call() writes. There `%json {...}` is a schema, a quoted text is taken letter
-by letter, and a special token stands bare (<|tool_call|>).
+`start`, which is what worker/reply_grammar writes for forced calls and for reasoning before an answer.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -59,12 +58,20 @@ class RowGrammar:
         self.error = "GrammarError"
 
 
+def _added(tokenizer_json: str) -> list[tuple[str, int]]:
+    return [(token["content"], token["id"]) for token in json.loads(tokenizer_json).get("added_tokens", ())]
+
+
 class Grammars:
-    """The grammars of one model."""
+    """The grammars of one model. special: tokens that are no letters to a grammar, by their text."""
 
     def __init__(self, tokenizer_json: str, vocabulary: int, stop_ids: Sequence[int]) -> None:
         """vocabulary: the model's own, which may be larger than the tokenizer's. Takes half a second."""
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocabulary, eos_token=list(stop_ids))
+        # Which added tokens llguidance takes for special: those that say so, and all that look like <this>.
+        self.special = {
+            text: token for text, token in _added(tokenizer_json) if self._tokenizer.is_special_token(token)
+        }
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def row(self, text: str) -> RowGrammar:

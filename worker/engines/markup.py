@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_lm import tokenizer_utils
-from mlx_lm.utils import _tokenizer_defaults
 from tokenizers import Tokenizer
 
+from worker.call_syntax import SYNTAXES
 from worker.engine import NORMAL, CallForm, Markup
+from worker.engines import mlx_lm_0_32
 from worker.router import MOST, Router
 from worker.tool_calls import ARGUMENTS, TAGGED_JSON
 
@@ -50,28 +50,29 @@ def read(folder: Path, tokenizer: Tokenizer) -> Markup:
     config = _read_json(folder / "tokenizer_config.json")
     template = _template(folder, config)
     seen = _Seen(tokenizer, template)
-    defaults = _tokenizer_defaults(folder) or {}
-    think_start, think_end = tokenizer_utils._infer_thinking(seen)[:2]
+    rules = mlx_lm_0_32.markup_rules(folder, seen)
+    think_start, think_end = rules.thinking
     if not think_start and "</think>" in template:
         # Tuned to think without tokens for it.
         think_start, think_end = "<think>", "</think>"
-    named = defaults | config
-    parser = named.get("tool_parser_type") or tokenizer_utils._infer_tool_parser(seen)
+    named = rules.defaults | config
+    parser = named.get("tool_parser_type") or rules.tool_parser
     tools = _module("mlx_lm.tool_parsers", parser)
     shape = getattr(_module("mlx_lm.chat_templates", named.get("chat_template_type")), "RESPONSE_FORMAT", {})
     start, end = (tools.tool_call_start, tools.tool_call_end) if tools else ("", "")
-    structure = tuple(tokenizer_utils._infer_structural_markers(seen))
+    structure = rules.structure
     return Markup(
-        think_start=think_start or "",
-        think_end=think_end or "",
+        think_start=think_start,
+        think_end=think_end,
         tool_start=start,
         tool_end=end,
         parse=_strict(tools.parse_tool_call) if parser in LENIENT else tools and tools.parse_tool_call,
         form=FORMS.get(parser) if isinstance(parser, str) else None,
+        syntax=SYNTAXES.get(parser) if tools else None,
         structure=structure,
         states=shape.get("transitions", {}),
         opening=shape.get("initial_state", NORMAL),
-        router=_router(tokenizer, template, (think_start or "", think_end or "", start, end, *structure)),
+        router=_router(tokenizer, template, (think_start, think_end, start, end, *structure)),
     )
 
 

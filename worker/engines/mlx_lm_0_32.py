@@ -1,6 +1,6 @@
 """The parts of mlx-lm 0.32.2 that have no promise of stability, behind names of our own.
 
-Only this module and markup.py touch them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
+Only this module touches them; tests/worker/test_mlx_lm_private.py fails when the pinned version or one of them
 changes. Must never know requests or text, nor when a prompt is read (worker/engines/batch.py). Invariant: what mlx-lm
 does by itself and we do not want (a wired limit, token lists changed in place, a softmax nobody asked for) stays
 inside.
@@ -18,8 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import tokenizer_utils
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
 from worker.engines.grammar import RowGrammar, masked
 
@@ -65,6 +66,28 @@ class _Drawn:
     sound: mx.array
     row: int
     logprobs: mx.array | None
+
+
+@dataclass(frozen=True)
+class MarkupRules:
+    """What mlx-lm makes of a tokenizer and its template. thinking: start and end marker, "" for none. tool_parser: a
+    module's name. defaults: entries for tokenizer_config.json that known models lack."""
+
+    thinking: tuple[str, str]
+    tool_parser: str | None
+    structure: tuple[str, ...]
+    defaults: dict[str, Any]
+
+
+def markup_rules(folder: Path, tokenizer: Any) -> MarkupRules:
+    """By mlx-lm's own rules. tokenizer: whatever has get_vocab(), encode() and chat_template."""
+    start, end = tokenizer_utils._infer_thinking(tokenizer)[:2]
+    return MarkupRules(
+        (start or "", end or ""),
+        tokenizer_utils._infer_tool_parser(tokenizer),
+        tuple(tokenizer_utils._infer_structural_markers(tokenizer)),
+        _tokenizer_defaults(folder) or {},
+    )
 
 
 def load(folder: Path) -> nn.Module:

@@ -42,15 +42,10 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, prompt: Sequence[int]) -> tuple[list[Any] | None, int]:
+    def find(self, prompt: Sequence[int] | np.ndarray) -> tuple[list[Any] | None, int]:
         """(a cache of the prompt's first n tokens, n), or (None, 0). n leaves the last token to be read: its logits are
         what the reply begins with."""
-        wanted = np.asarray(prompt, np.int64)
-        best, count = None, SHORTEST - 1
-        for entry in self._entries:
-            usable = _usable(entry, wanted)
-            if usable > count:
-                best, count = entry, usable
+        best, count = self._best(prompt)
         if best is None:
             return None, 0
         self._use(best)
@@ -60,13 +55,26 @@ class PromptCache:
             trim_prompt_cache(found, len(best.tokens) - count)
         return found, count
 
+    def covers(self, prompt: Sequence[int] | np.ndarray) -> int:
+        """How many of the prompt's first tokens find() would give the cache of."""
+        return self._best(prompt)[1]
+
+    def _best(self, prompt: Sequence[int] | np.ndarray) -> tuple[_Entry | None, int]:
+        wanted = np.asarray(prompt, np.int64)
+        best, count = None, SHORTEST - 1
+        for entry in self._entries:
+            usable = _usable(entry, wanted)
+            if usable > count:
+                best, count = entry, usable
+        return best, count if best else 0
+
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether an entry of these tokens would be of use; one that already covers them counts as used."""
         if self.limit_bytes <= 0 or len(tokens) < SHORTEST:
             return False
         wanted = np.asarray(tokens, np.int64)
         for entry in self._entries:
-            if len(entry.tokens) >= len(wanted) and _common(entry.tokens, wanted) == len(wanted):
+            if len(entry.tokens) >= len(wanted) and common(entry.tokens, wanted) == len(wanted):
                 if len(entry.tokens) == len(wanted) or can_trim_prompt_cache(entry.cache):
                     self._use(entry)
                     return False
@@ -94,7 +102,7 @@ class PromptCache:
         self._entries.append(entry)
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens both begin with."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
@@ -102,10 +110,10 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _begins(tokens: np.ndarray, head: np.ndarray) -> bool:
-    return len(head) <= len(tokens) and _common(tokens, head) == len(head)
+    return len(head) <= len(tokens) and common(tokens, head) == len(head)
 
 
 def _usable(entry: _Entry, prompt: np.ndarray) -> int:
-    common = min(_common(entry.tokens, prompt), len(prompt) - 1)
+    shared = min(common(entry.tokens, prompt), len(prompt) - 1)
     # A state-space or a wrapped sliding-window cache cannot be cut back: all of it or nothing.
-    return common if common == len(entry.tokens) or can_trim_prompt_cache(entry.cache) else 0
+    return shared if shared == len(entry.tokens) or can_trim_prompt_cache(entry.cache) else 0
