@@ -64,7 +64,7 @@ def build(settings: ApiSettings) -> MillpondApi:
     link = BrokerLink(place.front, f"api-{os.getpid()}")
     threads = ThreadPoolExecutor(settings.prompt_threads, "prompt")
     lifecycle = Lifecycle(link.start, lambda: _stop(link, threads))
-    generation = Generation(models, link, threads, settings.max_prompt)
+    generation = Generation(models, link, threads, settings.max_prompt, settings.strict_fields)
     app = falcon.asgi.App()
     app.add_error_handler(Exception, _leave_to_the_edge)
     # One form of JSON for all routes, the compact one.

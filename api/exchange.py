@@ -36,6 +36,8 @@ class Exchange:
         self._waiter: asyncio.Future[None] | None = None
         self.tickets = [Ticket(RequestId(secrets.token_bytes(ID_BYTES)), self.poke, self._again) for _ in range(count)]
         self.fingerprint = ""
+        # Fields of the request that nothing will come of, known once the model's abilities are.
+        self.ignored: tuple[str, ...] = ()
         self._render: Render | None = None
         self._rendering: asyncio.Task[None] | None = None
         self._render_error: Exception | None = None

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from api.abilities import not_honoured, sampling
 from api.broker_link import BrokerLink
 from api.catalog import Catalog
 from api.exchange import Exchange
@@ -24,7 +25,7 @@ from api.responses import RequestError, model_not_found
 from api.served import ServedModel, find
 from api.template import TemplateComplaint
 from api.tools import Tools
-from common.generation import GenerationRequest
+from common.generation import GenerationRequest, Sampling
 from common.json_schema import check_schema
 
 T = TypeVar("T")
@@ -37,13 +38,16 @@ class Generation:
     """What resources use to generate."""
 
     def __init__(
-        self, models: dict[str, ServedModel], link: BrokerLink, threads: ThreadPoolExecutor, max_prompt: int
-    ) -> None:
+        self, models: dict[str, ServedModel], link: BrokerLink, threads: ThreadPoolExecutor, max_prompt: int,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
+        """strict: a field that cannot be honoured is refused."""
         self.models = models
         self.catalog = Catalog(models, link, self.in_thread)
         self.link = link
         self._threads = threads
         self._max_prompt = max_prompt
+        self._strict = strict
         self._abilities: dict[str, frozenset[str]] = {}
         self._abilities_until = 0.0
 
@@ -72,6 +76,7 @@ class Generation:
         """
         _check_against_model(chat, model)
         exchange, fingerprint = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
+        drawn = await self._sampling(chat.sampling, model, exchange)
         await self._check_forced(chat.tools, model)
         grammar, left_out = await self._grammar(chat.response_format, model)
 
@@ -82,7 +87,7 @@ class Generation:
             prompt = await self._prompt(chat, now)
             line.mark("rendered")
             line.prompt_tokens = len(prompt.ids)
-            return _chat_requests(chat, now, prompt, grammar), now.fingerprint
+            return _chat_requests(chat, now, prompt, drawn, grammar), now.fingerprint
 
         exchange.submit(*await render(fingerprint), render)
         return exchange, bool(grammar), left_out
@@ -99,6 +104,7 @@ class Generation:
         check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], model)
         count = len(asked.prompts) * asked.n
         exchange, fingerprint = await self._reserve(count, asked.priority, asked.stream, model, line)
+        drawn = await self._sampling(asked.sampling, model, exchange)
 
         async def render(fingerprint: str) -> tuple[list[GenerationRequest], str]:
             now = await self._model_for(model, fingerprint)
@@ -112,7 +118,7 @@ class Generation:
                 raise _too_long(error, limit, "prompt") from None
             line.mark("rendered")
             line.prompt_tokens = sum(map(len, prompts))
-            return _text_requests(asked, now, prompts), now.fingerprint
+            return _text_requests(asked, now, prompts, drawn), now.fingerprint
 
         exchange.submit(*await render(fingerprint), render)
         texts = [
@@ -141,6 +147,14 @@ class Generation:
         if fingerprint in ("", model.fingerprint):
             return model
         return await self.catalog.rendered_for(model.name, fingerprint)
+
+    async def _sampling(self, given: dict[str, Any], model: ServedModel, exchange: Exchange) -> Sampling:
+        """How the request is drawn; what the model cannot honour of it is noted. Raises RequestError when strict."""
+        if not given and model.defaults == Sampling():
+            return model.defaults
+        abilities = await self._abilities_of(model)
+        exchange.ignored += not_honoured(given, abilities, self._strict)
+        return sampling(given, model.defaults, abilities)
 
     async def _prompt(self, chat: NormalizedChat, model: ServedModel) -> Prompt:
         limit = model.prompt_limit(self._max_prompt)
@@ -190,13 +204,19 @@ class Generation:
         return await self.in_thread(_checked, json.dumps(schema))
 
     async def _can(self, ability: str, model: ServedModel) -> bool:
-        """Whether the model's workers can do this. Where none is up to say so, the one that comes will."""
+        """Whether the model's workers can do this."""
+        return ability in await self._abilities_of(model)
+
+    async def _abilities_of(self, model: ServedModel) -> frozenset[str]:
+        """What the model's workers can do. Where none has been up to say so, what those of its kind can."""
         if time.monotonic() >= self._abilities_until:
             snapshot = await self.link.snapshot()
-            self._abilities = {entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ())}
+            # A model none of whose workers is there keeps those that it had: they will come back.
+            self._abilities |= {
+                entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ()) if entry["abilities"]
+            }
             self._abilities_until = time.monotonic() + ABILITIES_S
-        known = self._abilities.get(model.name)
-        return not known or ability in known
+        return self._abilities.get(model.name, model.assumed)
 
 
 # Compiling a schema takes up to 20 ms, and clients send the same one again and again.
@@ -230,12 +250,14 @@ def _too_long(error: TooLong, limit: int, param: str) -> RequestError:
     return RequestError(400, message, code="context_length_exceeded", param=param)
 
 
-def _chat_requests(chat: NormalizedChat, model: ServedModel, prompt: Prompt, grammar: str) -> list[GenerationRequest]:
+def _chat_requests(
+    chat: NormalizedChat, model: ServedModel, prompt: Prompt, drawn: Sampling, grammar: str
+) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt.ids,
             max_tokens=min(chat.max_tokens, model.context - len(prompt.ids)),
-            sampling=model.sampling(chat.sampling),
+            sampling=drawn,
             stop=chat.stop,
             top_logprobs=chat.top_logprobs,
             thinking=bool(chat.template_kwargs["enable_thinking"]),
@@ -250,13 +272,13 @@ def _chat_requests(chat: NormalizedChat, model: ServedModel, prompt: Prompt, gra
 
 
 def _text_requests(
-    asked: NormalizedCompletion, model: ServedModel, prompts: Sequence[list[int]]
+    asked: NormalizedCompletion, model: ServedModel, prompts: Sequence[list[int]], drawn: Sampling
 ) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=prompt,
             max_tokens=min(asked.max_tokens, model.context - len(prompt)),
-            sampling=model.sampling(asked.sampling),
+            sampling=drawn,
             stop=asked.stop,
             top_logprobs=asked.logprobs,
             choice=choice,

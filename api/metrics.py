@@ -105,10 +105,15 @@ def _workers(snapshot: dict[str, Any]) -> Iterator[Metric]:
         "Since the engine's last finished step while it has work.",
         labels=["worker"],
     )
+    drafts = CounterMetricFamily(
+        "millpond_draft_tokens", "Drafted tokens by what became of them.", labels=["worker", "model", "kind"]
+    )
     for worker in snapshot["workers"]:
+        for kind, count in worker.get("drafts", {}).items():
+            drafts.add_metric([worker["name"], worker["model"], kind], count)
         up.add_metric([worker["name"], worker["model"]], worker["state"] == "ready")
         restarts.add_metric([worker["name"], worker["model"]], worker["restarts"])
         for kind, size in worker["memory"].items():
             memory.add_metric([worker["name"], kind], size)
         age.add_metric([worker["name"]], worker["step_age_ms"] / 1000)
-    yield from (up, restarts, memory, age)
+    yield from (up, restarts, memory, age, drafts)

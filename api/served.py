@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from api import abilities
 from api.prompt import PromptSource
 from common.generation import Sampling
-from common.models import ModelChoice, check_folder, fingerprint
+from common.models import ModelChoice, check_folder, denoises, fingerprint
 
 # For a config that does not say: what most small models have.
 UNKNOWN_CONTEXT = 4096
@@ -21,7 +22,7 @@ UNKNOWN_CONTEXT = 4096
 @dataclass(frozen=True)
 class ServedModel:
     """One model as clients see it. defaults: sampling that applies where a request says nothing. aliases: names that
-    mean it where they mean no other."""
+    mean it where they mean no other. assumed: the abilities that count until a worker has named its own."""
 
     name: str
     fingerprint: str
@@ -30,14 +31,11 @@ class ServedModel:
     defaults: Sampling
     prompts: PromptSource
     aliases: frozenset[str] = frozenset()
+    assumed: frozenset[str] = abilities.AUTOREGRESSIVE
 
     def prompt_limit(self, max_prompt: int) -> int:
         """The longest prompt that leaves room for one token."""
         return max(1, min(max_prompt, self.context - 1))
-
-    def sampling(self, given: dict[str, Any]) -> Sampling:
-        """The model's defaults with what the request gives."""
-        return Sampling(**{name: given.get(name, getattr(self.defaults, name)) for name in Sampling.__struct_fields__})
 
 
 def read_model(choice: ModelChoice) -> ServedModel:
@@ -53,6 +51,7 @@ def read_model(choice: ModelChoice) -> ServedModel:
         prompts=PromptSource(folder),
         # A hub id without its owner, and what the folder is called: what people type.
         aliases=frozenset({choice.name.rpartition("/")[2], folder.name} - {choice.name, ""}),
+        assumed=abilities.BLOCK_DIFFUSION if denoises(folder) else abilities.AUTOREGRESSIVE,
     )
 
 

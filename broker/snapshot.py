@@ -76,6 +76,9 @@ def _connected(ledger: Ledger, record: PeerRecord, roster: Roster, stuck: bool, 
         "kv_tokens_used": len(worker.leases) * worker.longest,
         "memory": dict(report.memory) if report else {},
         "tokens": report.counters.get("completion_tokens", 0) if report else 0,
+        "drafts": {
+            kind: report.counters.get(f"{kind}_draft_tokens", 0) if report else 0 for kind in ("accepted", "rejected")
+        },
         "step_age_ms": report.step_age_ms if report else 0,
         "heard_ms": int((now - record.heard_at) * 1000),
         "restarts": child.restarts if child else 0,

@@ -6,6 +6,7 @@ tokenizer are never given to a model with another.
 """
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ FINGERPRINT_FILES = (
     "special_tokens_map.json", "config.json", "generation_config.json",
 )  # fmt: skip
 MORE_TEMPLATES = "additional_chat_templates"
+
+# Values of config.json's model_type whose replies are denoised block by block; they have engine and abilities of their own.
+BLOCK_DIFFUSION = frozenset({"diffusion_gemma"})
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,16 @@ def check_folder(model: ModelChoice) -> None:
             raise ConfigError(f"model {model.name!r}: {folder} has no {needed}, so it is not an MLX model folder")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model {model.name!r}: {folder} has no *.safetensors weights, so it is not an MLX model folder")
+
+
+def denoises(folder: Path) -> bool:
+    """Whether the model in `folder` is one of BLOCK_DIFFUSION. False for a folder whose config.json says nothing."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        # Whoever loads the model says what is wrong with it.
+        return False
+    return isinstance(config, dict) and config.get("model_type") in BLOCK_DIFFUSION
 
 
 def fingerprint(folder: Path) -> str:

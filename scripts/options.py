@@ -19,7 +19,7 @@ from worker.settings import WorkerSettings
 
 CLASSES = (ApiSettings, BrokerSettings, WorkerSettings)
 # Lists that may be given by repeating the flag.
-REPEATABLE = frozenset({"model", "workers", "share"})
+REPEATABLE = frozenset({"model", "workers", "share", "draft_model"})
 
 
 def declared() -> Iterator[dataclasses.Field[Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from common import runtime, settings
 from common.errors import ConfigError
-from common.models import ModelChoice, check_folder
+from common.models import ModelChoice, check_folder, denoises
 from scripts import demo_model, options
 from scripts.instance import Instance
 from worker.settings import WorkerSettings
@@ -30,7 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until told to end. Raises ConfigError for what cannot work."""
     environment = options.resolved(arguments, os.environ)
     chosen = settings.load(WorkerSettings, environment)
-    environment["MILLPOND_MODEL"] = ",".join(str(model) for model in models(chosen))
+    served = models(chosen)
+    environment["MILLPOND_DRAFT_MODEL"] = ",".join(drafts(chosen, served))
+    environment["MILLPOND_MODEL"] = ",".join(str(model) for model in served)
     place = runtime.runtime(chosen.port, chosen.runtime)
     runtime.create(place)
     host = environment.get("MILLPOND_HOST", "127.0.0.1")
@@ -60,6 +62,22 @@ def models(chosen: WorkerSettings) -> list[ModelChoice]:
 def demo(home: Path) -> ModelChoice:
     """The demo model, fetched when it is not there."""
     return ModelChoice(demo_model.DEMO_MODEL, str(demo_model.fetch(home)))
+
+
+def drafts(chosen: WorkerSettings, models: list[ModelChoice]) -> list[str]:
+    """model=FOLDER of every draft model. Raises ConfigError for one that is none, or is for a model that cannot use it."""
+    names = {model.name for model in models}
+    denoising = {model.name for model in models if denoises(model.folder)}
+    for name, _ in chosen.draft_model:
+        if name and name not in names:
+            raise ConfigError(f"MILLPOND_DRAFT_MODEL: no model is called {name!r}; there are {', '.join(sorted(names))}")
+        if name in denoising:
+            raise ConfigError(f"MILLPOND_DRAFT_MODEL: {name!r} is denoised in blocks and can use no draft model")
+    found = {}
+    for source in {chosen.draft_for(name) for name in names - denoising} - {""}:
+        found[source] = located(ModelChoice(source, source))
+        check_folder(found[source])
+    return [f"{name}={found[chosen.draft_for(name)].folder}" for name in sorted(names - denoising) if chosen.draft_for(name)]
 
 
 def located(model: ModelChoice) -> ModelChoice:

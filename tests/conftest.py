@@ -25,6 +25,14 @@ def tiny_sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_diffusion_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny diffusion model; tests that load it are marked `lanes`."""
+    from fixtures.tiny_diffusion import build
+
+    return build(tmp_path_factory.mktemp("models") / "tiny-diffusion")
+
+
+@pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The folder of the demo model; tests that use it are marked `demo`."""
     from scripts.demo_model import fetch

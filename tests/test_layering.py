@@ -14,13 +14,13 @@ PURE = {
     "broker": ["settings", "records", "policy", "ledger", "roster", "switchboard", "snapshot", "waiting", "deadlines", "traces",
                "overgrown"],
     "worker": [
-        "engine", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement", "seat",
-        "plan", "cache_layout", "shares", "supervision", "call_syntax", "reply_grammar", "rollout",
+        "engine", "generators", "stop_matcher", "running", "sink", "router", "markers", "reasoning", "tool_calls", "placement",
+        "seat", "plan", "cache_layout", "shares", "supervision", "call_syntax", "reply_grammar", "rollout",
     ],
-    "api": ["normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
+    "api": ["abilities", "normalize", "sse", "chunks", "extract_json", "ticket", "responses", "read_json", "fields", "messages", "tools"],
 }
 IMPURE = {
-    "asyncio", "ctypes", "falcon", "fcntl", "gunicorn", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib",
+    "asyncio", "ctypes", "falcon", "fcntl", "gunicorn", "logging", "mlx", "mlx_lm", "mlx_vlm", "multiprocessing", "os", "pathlib",
     "psutil", "queue", "random", "secrets", "select", "selectors", "signal", "socket", "subprocess", "tempfile",
     "threading", "time", "zmq",
 }  # fmt: skip
@@ -29,6 +29,7 @@ CONFINED = {
     "zmq": {"common.sockets", "common.client", "broker.loop", "broker.__main__", "worker.link", "api.broker_link"},
     "mlx": {"worker.device", "worker.engines", "scripts.smollm2_conversion", "scripts.bench"},
     "mlx_lm": {"worker.engines", "scripts.bench", "scripts.download"},
+    "mlx_vlm": {"worker.engines.diffusion"},
     "falcon": {"api.app", "api.resources"},
     "gunicorn": {"api.gunicorn_conf", "api.connections"},
     "transformers": set(),

@@ -22,13 +22,17 @@ NORMAL, IN_REASONING, IN_TOOL = "normal", "reasoning", "tool"
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One generated token: its id and the text that became decodable with it ("" while a character is incomplete)."""
+    """One generated token: its id and the text that became decodable with it ("" while a character is incomplete).
+
+    rejected_drafts: how many drafted tokens were thrown away in the pass that ended with this one.
+    """
 
     request: RequestId
     token: int
     text: str
     logprob: TokenLogprob | None = None
     from_draft: bool = False
+    rejected_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,8 @@ class Markup:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine can do, known after load(). abilities hold of every lane. weight_bytes, kv_bytes_per_token: as
-    measured; 0: not."""
+    """What an engine can do, known after load(). abilities hold of every lane that has none of its own in
+    lane_abilities. weight_bytes, kv_bytes_per_token: as measured; 0: not."""
 
     slots: int
     kv_tokens: int
@@ -112,6 +116,7 @@ class EngineFacts:
     markup: Markup | None = None
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    lane_abilities: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Unsupported(Exception):

@@ -60,7 +60,11 @@ class Vitals:
     busy_since: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
     # Totals since the process began.
-    counters: dict[str, int] = field(default_factory=lambda: {"completion_tokens": 0})
+    counters: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("completion_tokens", "accepted_draft_tokens", "rejected_draft_tokens"), 0
+        )
+    )
     # Packed histograms (kind, counts) since the last hand-over; appended by one thread, taken by the other.
     histograms: deque[tuple[str, list[int]]] = field(default_factory=deque)
 

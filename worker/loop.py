@@ -126,7 +126,8 @@ class WorkerLoop:
             # The engine has the last word: it also knows what of its lanes is free now, and its vocabulary.
             lane = self._engine.lane_for(request)
             markup = self._engine.facts.markup
-            running = Running(work.request, work.attempt, work.label, request, lane, self._clock(), markup)
+            reasons = plan.reasons if lane == plan.lane else (*plan.reasons, f"{lane}: the engine's choice")
+            running = Running(work.request, work.attempt, work.label, request, lane, self._clock(), markup, reasons)
             self._engine.start(work.request, request)
         except (Unsupported, ProtocolError) as error:
             logs.event("request refused", label=work.label, reason=str(error))
@@ -140,7 +141,7 @@ class WorkerLoop:
             self._post_end(work, Outcome.ENGINE_FAILED, type(error).__name__)
             self._fail_all(error)
             return
-        logs.event("started", logging.DEBUG, label=work.label, lane=lane, reasons="; ".join(plan.reasons))
+        logs.event("started", logging.DEBUG, label=work.label, lane=lane, reasons="; ".join(reasons))
         self._running[work.request] = Seat(work.session, running, plan)
         self._post(work.session, Started(work.request, work.attempt, lane, self._name))
         # Its prompt may take long to read.
@@ -199,8 +200,8 @@ class WorkerLoop:
 
     def _send_due(self, now: float) -> None:
         """Send what may not wait for the next step: its first piece, and what would then have waited too long."""
-        if not self._engine.busy or not all(seat.running.decoding for seat in self._running.values()):
-            # A prompt that is being read makes the next step as long as it likes.
+        if self._engine.facts.block > 1 or not self._engine.busy or not all(seat.running.decoding for seat in self._running.values()):
+            # A prompt that is being read makes the next step as long as it likes; a block is a frame.
             self._send_waiting()
             return
         next_at = now + max(self._engine.due_in(), self._step_s)
@@ -236,6 +237,8 @@ class WorkerLoop:
     def _finish(self, seat: Seat, pieces: list[Piece], finish: Finish) -> None:
         running, summary = seat.running, finish.summary
         del self._running[running.id]
+        self._vitals.counters["accepted_draft_tokens"] += summary.accepted_draft_tokens
+        self._vitals.counters["rejected_draft_tokens"] += summary.rejected_draft_tokens
         seat.keep(pieces, 0.0)
         if seat.pieces:
             self._post(seat.session, *seat.frame())

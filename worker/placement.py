@@ -67,12 +67,14 @@ def shape_of(request: GenerationRequest) -> Shape:
 
 def lanes_of(facts: EngineFacts) -> list[Lane]:
     """An engine's lanes, in its order of preference."""
-    abilities = set(facts.abilities)
-    # An engine only makes text; whether calls can be read out of it is a matter of the markup.
-    abilities.discard("tools")
-    if facts.markup is not None and facts.markup.parse is not None:
-        abilities.add("tools")
-    return [Lane(name, frozenset(abilities), alone=name == SPECULATIVE) for name in facts.lanes]
+    parses = facts.markup is not None and facts.markup.parse is not None
+    lanes = []
+    for name in facts.lanes:
+        abilities = set(facts.lane_abilities.get(name, facts.abilities))
+        # An engine only makes text; whether calls can be read out of it is a matter of the markup.
+        abilities.discard("tools")
+        lanes.append(Lane(name, frozenset(abilities | {"tools"} if parses else abilities), alone=name == SPECULATIVE))
+    return lanes
 
 
 def place(shape: Shape, lanes: Sequence[Lane], busy: bool) -> tuple[str, tuple[str, ...]]:

@@ -99,16 +99,17 @@ def plan(
     on_cpu: bool = False,
     cpu_weights: str = AUTO,
     prompt_cache_bytes: int = 0,
+    beside: int = 0,
 ) -> Plan:
     """Divide the budget among `workers`. Raises ConfigError saying how much is missing.
 
     context 0: the model's own. prompt_cache_bytes 0: an eighth of the share; either way no more than what one useful
-    conversation leaves.
+    conversation leaves. beside: bytes of each worker for what runs beside its model (beside_bytes()).
     """
     share = budget_bytes // workers
     context = min(context or facts.context, facts.context)
-    precision = held_precision(cpu_weights, facts, share, on_cpu)
-    need = needs(facts, precision, slots)
+    precision = held_precision(cpu_weights, facts, share - beside, on_cpu)
+    need = needs(facts, precision, slots, beside)
     least = need.least(context)
     if least > share:
         raise ConfigError(
@@ -142,14 +143,14 @@ def fit(need: Needs, share_bytes: int, slots: int, context: int, prompt_cache_by
     return Fit(*_divided(slots, context, room, need.kv), prompt_cache)
 
 
-def needs(facts: ModelFacts, precision: str, slots: int) -> Needs:
-    """What a worker of this model takes, its weights held in this precision."""
+def needs(facts: ModelFacts, precision: str, slots: int, beside: int = 0) -> Needs:
+    """What a worker of this model takes, its weights held in this precision. beside: counted as overhead."""
     width = FLOAT32_BYTES if precision == FLOAT32 else facts.value_bytes
     kv = facts.cache.in_bytes(width)
     # Layers with windows hold what is being read beside their window.
     reading = width * (COPIES * facts.width + INNER_COPIES * facts.inner) + kv.longest_token - kv.token
     overhead = PROCESS_BYTES + READ_TOKENS * reading + LOGIT_BYTES * slots * facts.vocabulary
-    return Needs(weight_bytes(facts, precision), max(OVERHEAD_BYTES, overhead), kv)
+    return Needs(weight_bytes(facts, precision), max(OVERHEAD_BYTES, overhead) + beside, kv)
 
 
 def held_precision(choice: str, facts: ModelFacts, share_bytes: int, on_cpu: bool) -> str:
@@ -160,6 +161,12 @@ def held_precision(choice: str, facts: ModelFacts, share_bytes: int, on_cpu: boo
         return choice
     context = min(facts.context, SHORTEST_USEFUL)
     return FLOAT32 if needs(facts, FLOAT32, 1).least(context) <= share_bytes else KEEP
+
+
+def beside_bytes(draft: ModelFacts, precision: str, context: int) -> int:
+    """What a draft model takes beside the model it drafts for: its weights and one row's cache."""
+    kv = needs(draft, precision, 1).kv
+    return weight_bytes(draft, precision) + int(KV_PEAK * kv.total(min(context, draft.context), 1))
 
 
 def weight_bytes(facts: ModelFacts, precision: str) -> int:

@@ -4,6 +4,7 @@ Owns the sink, the usage and the clockwork of one attempt; knows no engine and n
 the reply; exactly one Finish ends it, and its usage is what was counted as the pieces were made, however it ends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.generation import GenerationRequest, Piece, Summary
@@ -48,8 +49,9 @@ class Running:
         lane: str,
         now: float,
         markup: Markup | None = None,
+        reasons: Sequence[str] = (),
     ) -> None:
-        """markup: the model's. Raises ProtocolError for a request that contradicts itself."""
+        """markup: the model's. reasons: why this lane, for the trace where there was a choice. Raises ProtocolError for a request that contradicts itself."""
         self.id = id
         self.attempt = attempt
         self.label = label
@@ -60,7 +62,7 @@ class Running:
         self._started_at = now
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
-        self._marks: list[tuple[str, float]] = [("taken", now)]
+        self._marks: list[tuple[str, float]] = [(f"taken ({'; '.join(reasons)})" if len(reasons) > 1 else "taken", now)]
 
     @property
     def halted(self) -> bool:
@@ -92,13 +94,14 @@ class Running:
             self._first_token_at = now
         self.usage.completion += 1
         self.usage.accepted_draft += step.from_draft
+        self.usage.rejected_draft += step.rejected_drafts
         return self._sink.feed(step.token, step.text, step.logprob)
 
     def ended(self, step: Ended, now: float) -> tuple[list[Piece], Finish]:
         """The engine's own end: the last text, through the same machines, and the finish."""
         # The engine's statistics are the better count: they also know what it drafted in vain.
         self.usage.accepted_draft = max(self.usage.accepted_draft, step.accepted_draft_tokens)
-        self.usage.rejected_draft = step.rejected_draft_tokens
+        self.usage.rejected_draft = max(self.usage.rejected_draft, step.rejected_draft_tokens)
         self.lane = lane_that_ran(self.lane, self.usage.accepted_draft, self.usage.rejected_draft)
         outcomes = {"failed": Outcome.ENGINE_FAILED, "stop": Outcome.STOP}
         return self.finish(outcomes.get(step.reason, Outcome.LENGTH), now, step.error, step.text)

@@ -28,6 +28,17 @@ def _parse_share(value: str) -> tuple[str, float]:
 
 SHARES = Parser(_parse_share, "name=fraction, like chat=0.4")
 
+def _parse_draft(value: str) -> tuple[str, str]:
+    name, equals, source = value.partition("=")
+    if not equals:
+        name, source = "", value
+    if not source.strip() or (equals and not name.strip()):
+        raise ValueError
+    return name.strip(), source.strip()
+
+
+DRAFT = Parser(_parse_draft, "a model folder, a Hugging Face id, or model=either")
+
 
 @dataclass(frozen=True)
 class WorkerSettings:
@@ -66,6 +77,20 @@ class WorkerSettings:
     cpu_weights: str = setting(
         choice("auto", "float32", "keep"), "auto", "weights on CPU: float32 where they fit, or as stored"
     )
+    draft_model: list[tuple[str, str]] = setting(
+        listing(DRAFT), [], "speculative decoding: the draft model, for all models or model=DRAFT; repeatable"
+    )
+    # mlx-lm's own default for its server.
+    draft_tokens: int = setting(integer(1, 64), 3, "speculative decoding: tokens drafted at a time")
+    # mlx-vlm's own defaults; what a model's makers chose stands where a setting says 0.
+    diffusion_steps: int = setting(integer(0, 4096), 0, "block diffusion: denoising steps of a block at most (0: the model's own)")
+    diffusion_threshold: float = setting(
+        number(0, 1), 0.9, "block diffusion: how sure a position must be to be kept, with the sampler confidence-threshold"
+    )
+    diffusion_canvas: int = setting(integer(0, 65536), 0, "block diffusion: positions of a block at most (0: the model's own)")
+    diffusion_sampler: str = setting(
+        choice("confidence-threshold", "entropy-bound"), "confidence-threshold", "block diffusion: which positions a step keeps"
+    )
     scripted_rate: float = setting(number(0, 1e6, "tokens/s"), 50.0, "scripted engine: tokens/s per request, 0 as fast as it goes")
     scripted_delay: float = setting(seconds(0, 3600), 0.0, "scripted engine: time before the first token")
     scripted_block: int = setting(integer(1, 65536), 1, "scripted engine: tokens committed at a time")
@@ -93,6 +118,11 @@ class WorkerSettings:
     def share_of(self, model: str) -> float | None:
         """The part of the budget that the operator gives a model; None: by need."""
         return dict(self.share).get(model)
+
+    def draft_for(self, model: str) -> str:
+        """Where a model's draft model comes from; "": it has none."""
+        drafts = dict(self.draft_model)
+        return drafts.get(model, drafts.get("", ""))
 
     def threads_for(self, workers: int) -> int:
         """CPU threads of each of `workers` workers."""

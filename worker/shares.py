@@ -26,7 +26,8 @@ class Device:
 @dataclass(frozen=True)
 class Wish:
     """What is asked for one model. workers None: as many as suit the devices. share: its part of each device; None: what
-    it needs. context 0: the model's own. prompt_cache_bytes: of each worker; 0: an eighth of its share."""
+    it needs. context 0: the model's own. prompt_cache_bytes: of each worker; 0: an eighth of its share. beside_bytes: of
+    each worker, for its draft model."""
 
     model: str
     facts: ModelFacts
@@ -35,6 +36,7 @@ class Wish:
     slots: int = 16
     context: int = 0
     prompt_cache_bytes: int = 0
+    beside_bytes: int = 0
 
     @property
     def longest(self) -> int:
@@ -96,7 +98,7 @@ class _Board:
         precision = KEEP
         if self._kind.on_cpu and (self._kind.cpu_weights == FLOAT32 or (wanted and self._kind.cpu_weights == AUTO)):
             precision = FLOAT32
-        return needs(wish.facts, precision, wish.slots)
+        return needs(wish.facts, precision, wish.slots, wish.beside_bytes)
 
     def least(self, wish: Wish) -> int:
         """Bytes without which a worker of it is of no use."""
@@ -189,9 +191,10 @@ class _Board:
             on_cpu=self._kind.on_cpu,
             cpu_weights=self._kind.cpu_weights,
             prompt_cache_bytes=wish.prompt_cache_bytes,
+            beside=wish.beside_bytes,
         )
         # As they will be held: float32 may fit fewer times than what is stored.
-        least = needs(wish.facts, made.precision, wish.slots).least(wish.longest)
+        least = needs(wish.facts, made.precision, wish.slots, wish.beside_bytes).least(wish.longest)
         part = 1.0 if wish.share is None else wish.share
         fits = tuple(int(part * device.budget_bytes) // least for device in self._devices)
         return Placed(wish.model, made, wish.longest, tuple(self._devices[place].index for place in order), fits)

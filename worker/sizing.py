@@ -6,12 +6,13 @@ and the pure plan (worker/shares); it starts nothing. Raises ConfigError when th
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import settings
-from common.models import ModelChoice
+from common.models import ModelChoice, denoises
 from worker import device, model_files
 from worker.device import Machine
-from worker.plan import KEEP, Plan
+from worker.plan import FLOAT32, KEEP, Plan, beside_bytes
 from worker.settings import WorkerSettings
 from worker.shares import Device, Kind, Placed, Wish, place
 from worker.supervision import ModelRecord, Supervision
@@ -40,21 +41,29 @@ def survey(chosen: WorkerSettings, machine: Callable[[], Machine] = device.machi
     found = machine()
     budgets = found.budgets(chosen.memory_budget)
     devices = [Device(index, name, budgets[index]) for index, name in enumerate(found.names)]
-    wishes = [
-        Wish(
-            model.name,
-            model_files.read(model.folder),
-            chosen.workers_for(model.name),
-            chosen.share_of(model.name),
-            chosen.slots,
-            chosen.context,
-            chosen.prompt_cache_bytes,
-        )
-        for model in chosen.model
-    ]
+    wishes = [_wish(chosen, model, found) for model in chosen.model]
     # One Apple GPU or CPU gains nothing from two workers that split it: more of them are the operator's choice.
     kind = Kind(found.backend == device.CPU, found.backend == device.CUDA, chosen.cpu_weights)
     return Survey(found, budgets, place(devices, wishes, kind))
+
+
+def _wish(chosen: WorkerSettings, model: ModelChoice, machine: Machine) -> Wish:
+    facts, draft, beside = model_files.read(model.folder), _draft(chosen, model), 0
+    if draft:
+        as_float32 = machine.backend == device.CPU and chosen.cpu_weights != KEEP
+        context = min(chosen.context or facts.context, facts.context)
+        beside = beside_bytes(model_files.read(Path(draft)), FLOAT32 if as_float32 else KEEP, context)
+    return Wish(
+        model.name,
+        facts,
+        chosen.workers_for(model.name),
+        chosen.share_of(model.name),
+        # The serial lane runs one request at a time; the others wait in the broker, where they can go elsewhere.
+        1 if denoises(model.folder) else chosen.slots,
+        chosen.context,
+        chosen.prompt_cache_bytes,
+        beside,
+    )
 
 
 def _scripted(chosen: WorkerSettings) -> Survey:
@@ -86,7 +95,7 @@ def divide(chosen: WorkerSettings) -> tuple[Supervision, dict[str, Share]]:
 
 
 def _environment(chosen: WorkerSettings, model: ModelChoice, name: str, placed: Placed, total: int) -> dict[str, str]:
-    planned = placed.plan
+    planned, draft = placed.plan, _draft(chosen, model)
     own = {
         "model": str(model),
         "worker_name": name,
@@ -94,6 +103,7 @@ def _environment(chosen: WorkerSettings, model: ModelChoice, name: str, placed: 
         "context": str(placed.context),
         "kv_tokens": str(planned.kv_tokens),
         "memory_share": str(planned.share_bytes),
+        "draft_model": f"{model.name}={draft}" if draft else "",
         "cpu_weights": planned.precision,
         # 0 would mean auto, and the plan may have left nothing.
         "prompt_cache_bytes": str(max(1, planned.prompt_cache_bytes)),
@@ -102,3 +112,8 @@ def _environment(chosen: WorkerSettings, model: ModelChoice, name: str, placed: 
     if chosen.engine != "scripted":
         environment |= device.cpu_environment(chosen.threads_for(total), chosen.home_folder)
     return environment
+
+
+def _draft(chosen: WorkerSettings, model: ModelChoice) -> str:
+    """The folder of its draft model; "": none. Block diffusion has no use for one."""
+    return "" if denoises(model.folder) else chosen.draft_for(model.name)

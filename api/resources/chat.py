@@ -41,7 +41,7 @@ class Chat:
         )
         model = self._generation.model(chat.model)
         exchange, enforced, left_out = await self._generation.begin_chat(chat, model, line)
-        list_ignored(resp, [*chat.ignored, *left_out])
+        list_ignored(resp, [*chat.ignored, *exchange.ignored, *left_out])
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}")

@@ -32,7 +32,7 @@ class Completions:
         )
         model = self._generation.model(asked.model)
         exchange, texts = await self._generation.begin_text(asked, model, line)
-        list_ignored(resp, asked.ignored)
+        list_ignored(resp, (*asked.ignored, *exchange.ignored))
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
         echoed = [text for text in texts or [""] * len(asked.prompts) for _ in range(asked.n)]

@@ -21,6 +21,7 @@ MODULES = {
     "memory": "memory",
     "startup": "startup",
     "changes": "changes",
+    "serial": "serial",
     "end_to_end": "end_to_end",
     "streams": "streams",
     "peers": "peers",

@@ -89,14 +89,14 @@ is_usable_venv() {
         is_python_asked_for "$repo"
 }
 
-# A plain `serve` must not take the test extra away from an environment that has it.
+# A plain `serve` must not take the extras away that somebody asked for earlier.
 extras_to_install() {
-    local repo="$1" extras="$2" had=""
+    local repo="$1" extras="$2" had="" extra
     [ ! -f "$repo/.venv/millpond-stamp" ] || read -r had <"$repo/.venv/millpond-stamp"
-    case ",$extras,$had," in
-        ",$extras,"*,test,*)
-            case ",$extras," in *,test,*) ;; *) extras="${extras:+$extras,}test" ;; esac ;;
-    esac
+    for extra in test diffusion; do
+        case ",$extras," in *",$extra,"*) continue ;; esac
+        case ",$had," in *",$extra,"*) extras="${extras:+$extras,}$extra" ;; esac
+    done
     echo "$extras"
 }
 
@@ -111,7 +111,8 @@ install_extras() {
     mv "$repo/.venv/millpond-stamp.new" "$repo/.venv/millpond-stamp"
 }
 
-# ensure_venv REPO [EXTRA]: when it returns, REPO/.venv is complete, with this machine's backend and EXTRA.
+# ensure_venv REPO [EXTRAS]: when it returns, REPO/.venv is complete, with this machine's backend and the comma-separated
+# EXTRAS.
 ensure_venv() {
     local repo="$1" extras python
     extras="$(backend_extra)"

@@ -174,7 +174,7 @@ def ready_snapshot() -> dict[str, object]:
         "slots": 4,
         "context": 4096,
         "lanes": ["batched"],
-        "abilities": ["sampling"],
+        "abilities": ["sampling", "seed", "penalties", "logit_bias", "logprobs"],
         "fingerprint": "",
         "running": 0,
         "waiting": 0,

@@ -9,7 +9,7 @@ import pytest
 
 from api.exchange import prefix_hashes
 from common.envelope import Cancel, Message, Rejected, Release, Reserve, Submit, TraceMarks
-from common.generation import CONTENT, REASONING, Piece
+from common.generation import CONTENT, REASONING, Piece, Sampling
 from common.outcomes import Outcome
 from tests.api.conftest import Server, chat_body, events, http_request, read_all, read_until, wait_until
 from tests.api.fake_broker import FakeBroker, answer, end_at_once, only_reserve, reject, start_and_wait, words
@@ -331,6 +331,20 @@ def test_unknown_fields_are_listed_and_known_ones_refused(server: Server) -> Non
     assert (status, headers["x-millpond-ignored"]) == (200, "user, surprise, na%C3%AFve")
     status, _, reply = server.chat(best_of=2)
     assert (status, reply["error"]["param"]) == (400, "best_of")
+
+
+@pytest.mark.slow
+def test_sampling_that_no_lane_can_honour_is_listed_and_left_out(server: Server, broker: FakeBroker) -> None:
+    broker.snapshot["models"][0]["abilities"] = ["seed"]  # type: ignore[index]
+    broker.script = answer("x")
+
+    def listed() -> bool:
+        # What workers can do is remembered for some seconds.
+        _, headers, _ = server.chat(temperature=0.5, seed=7, user="me")
+        return headers["x-millpond-ignored"] == "user, temperature"
+
+    wait_until(listed)
+    assert broker.requests.popitem()[1].sampling == Sampling(seed=7)
 
 
 def test_every_kind_of_text_streams_as_the_whole_reply_has_it(server: Server, broker: FakeBroker) -> None:

@@ -41,6 +41,7 @@ def snapshot(models: int = 1, workers: int = 1) -> dict:
                 "restarts": n,
                 "memory": {"active": 5, "budget": 9},
                 "step_age_ms": 1500,
+                "drafts": {"accepted": 8, "rejected": n},
             }
             for n in range(workers)
         ],
@@ -118,3 +119,9 @@ def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
 def test_64_workers_and_many_models_stay_within_bounds() -> None:
     text = metrics.text(snapshot(models=4, workers=64)).decode()
     assert len(text.splitlines()) < 2000
+
+
+def test_drafted_tokens_are_counted_by_what_became_of_them() -> None:
+    got = read(snapshot())
+    for kind, count in (("accepted", 8), ("rejected", 0)):
+        assert got["millpond_draft_tokens_total", ("kind", kind), ("model", "m0"), ("worker", 'w"0')] == count

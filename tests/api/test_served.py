@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from api import served
+from api.abilities import AUTOREGRESSIVE, BLOCK_DIFFUSION
 from api.resources.replies import header_text, ignored_header
 from api.routes import find, normal_path
 from api.served import context_length, read_model, sampling_defaults
@@ -14,6 +15,7 @@ from common.errors import ConfigError
 from common.generation import Sampling
 from common.models import ModelChoice
 from common.settings import load
+from fixtures import tiny_diffusion
 
 
 def test_a_model_folder_is_read(tiny_model: Path) -> None:
@@ -51,10 +53,10 @@ def test_sampling_defaults_are_generation_configs(config: dict[str, object], def
     assert sampling_defaults(config) == defaults
 
 
-def test_what_a_request_gives_wins_over_the_defaults(tiny_model: Path, tmp_path: Path) -> None:
-    model = read_model(ModelChoice("tiny", str(tiny_model)))
-    given = {"temperature": 0.0, "seed": 3, "logit_bias": {1: 2.0}}
-    assert model.sampling(given) == Sampling(temperature=0.0, seed=3, logit_bias={1: 2.0})
+def test_a_diffusion_model_is_taken_for_one_before_any_worker_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    diffusion = tiny_diffusion.build(tmp_path / "diffusion")
+    assert read_model(ModelChoice("d", str(diffusion))).assumed == BLOCK_DIFFUSION
+    assert read_model(ModelChoice("t", str(tiny_model))).assumed == AUTOREGRESSIVE
 
 
 def test_a_model_is_known_by_its_folders_name_and_without_its_owner(tiny_model: Path, tmp_path: Path) -> None:

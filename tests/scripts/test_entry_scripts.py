@@ -137,24 +137,24 @@ def test_it_works_from_any_folder_and_through_links_and_keeps_the_users_folder(
     assert installed.calls() == []
 
 
-def test_the_test_script_installs_its_extra_fetches_the_model_and_runs_pytest_in_the_repository(
+def test_the_test_script_installs_its_extras_fetches_the_model_and_runs_pytest_in_the_repository(
     checkout: Checkout, tmp_path: Path
 ) -> None:
     process = checkout.start("test", "-k", "a or b", cwd=tmp_path)
     stdout, _ = process.communicate(timeout=60)
     assert stdout == f"pid={process.pid} folder={checkout.repo} arguments=-k a or b\n"
-    assert checkout.calls() == ["venv", checkout.installs("cpu,test"), f"fetch in {checkout.repo}"]
+    assert checkout.calls() == ["venv", checkout.installs("cpu,test,diffusion"), f"fetch in {checkout.repo}"]
 
 
 @pytest.mark.slow
-def test_the_test_extra_is_added_to_an_installation_without_it_and_kept_by_serve(installed: Checkout) -> None:
+def test_the_test_extras_are_added_to_an_installation_without_them_and_kept_by_serve(installed: Checkout) -> None:
     installed.run("test")
-    assert installed.calls()[0] == installed.installs("cpu,test")
+    assert installed.calls()[0] == installed.installs("cpu,test,diffusion")
     installed.run("serve")
     assert installed.calls() == []
     (installed.repo / "setup.cfg").write_text("changed")
     installed.run("serve")
-    assert installed.calls() == [installed.installs("cpu,test")]
+    assert installed.calls() == [installed.installs("cpu,test,diffusion")]
 
 
 @pytest.mark.parametrize("name", ["setup.cfg", "pyproject.toml"])
@@ -237,7 +237,7 @@ def test_a_python_of_another_version_asked_for_gets_a_new_environment(installed:
 def test_a_machine_with_a_working_nvidia_gpu_gets_the_cuda_extra(checkout: Checkout) -> None:
     checkout.tool("nvidia-smi", "#!/bin/sh\nexit 0\n")
     checkout.run("test")
-    assert checkout.installs("cuda,test") in checkout.calls()
+    assert checkout.installs("cuda,test,diffusion") in checkout.calls()
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_mac_needs_no_extra(checkout: Checkout) -> None:
     assert "with" not in checkout.run("serve")[2]
     assert checkout.calls() == ["venv", f"pip {checkout.repo}"]
     checkout.run("test")
-    assert checkout.calls()[0] == checkout.installs("test")
+    assert checkout.calls()[0] == checkout.installs("test,diffusion")
 
 
 def test_without_a_usable_python_it_says_what_is_needed(checkout: Checkout) -> None:

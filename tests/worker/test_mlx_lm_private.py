@@ -40,6 +40,15 @@ def test_the_step_is_the_one_that_was_replaced() -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "2736d3a4a28ef607"
 
 
+def test_speculation_takes_what_it_is_given_and_counts_as_was_read() -> None:
+    """Where a round ends, and what its caches hold then, was read from this text."""
+    step = mlx_lm_0_32.generate.speculative_generate_step
+    taken = list(inspect.signature(step).parameters)
+    assert taken[:4] == ["prompt", "model", "draft_model", "stream"]
+    assert {"num_draft_tokens", "max_tokens", "sampler", "prompt_cache"} <= set(taken)
+    assert hashlib.sha256(inspect.getsource(step).encode()).hexdigest()[:16] == "84bed200ad064afd"
+
+
 def test_its_answers_have_the_fields_that_are_read() -> None:
     assert {"uid", "token", "logprobs", "finish_reason"} <= set(DECODING.Response.__dataclass_fields__)
 

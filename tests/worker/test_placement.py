@@ -86,6 +86,15 @@ def test_only_speculation_wants_to_be_alone() -> None:
     ]  # fmt: skip
 
 
+def test_a_lane_may_have_abilities_of_its_own() -> None:
+    parses = Markup(tool_start="[", parse=json.loads)  # type: ignore[arg-type]
+    known = EngineFacts(
+        4, 1000, 1, 100, ("serial+spec", "batched"), ("sampling", "seed"), markup=parses,
+        lane_abilities={"serial+spec": ("sampling",)},
+    )  # fmt: skip
+    assert [sorted(lane.abilities) for lane in lanes_of(known)] == [["sampling", "tools"], ["sampling", "seed", "tools"]]
+
+
 def test_max_tokens_is_bounded_by_the_room_in_the_context() -> None:
     assert plan(request(10, prompt=90), facts(), busy=False).request.max_tokens == 10
     assert plan(request(99, prompt=90), facts(), busy=False).request.max_tokens == 10

@@ -176,3 +176,21 @@ def test_a_call_leaves_as_a_named_piece() -> None:
     one = running(tools=TOOLS)
     pieces = one.committed(Committed(ID, 0, f"a{CALL}"), 0.1)
     assert pieces == [Piece(CONTENT, "a"), Piece(TOOL_CALL, "{}", [], 0, "f")]
+
+
+def test_drafts_are_counted_as_they_come_and_by_the_engines_own_count() -> None:
+    one = running(lane="serial+spec")
+    one.committed(Committed(ID, 5, "a", from_draft=True), 0.1)
+    one.committed(Committed(ID, 6, "b", rejected_drafts=2), 0.1)
+    cut = running(lane="serial+spec")
+    cut.committed(Committed(ID, 6, "b", rejected_drafts=2), 0.1)
+    summary = one.ended(Ended(ID, "stop", accepted_draft_tokens=1, rejected_draft_tokens=3), 0.2)[1].summary
+    assert (summary.accepted_draft_tokens, summary.rejected_draft_tokens, summary.lane) == (1, 3, "serial+spec")
+    assert cut.finish(Outcome.CANCELLED, 0.2)[1].summary.rejected_draft_tokens == 2
+
+
+def test_the_trace_says_why_this_lane_where_there_was_a_choice() -> None:
+    request = GenerationRequest([1, 2, 3], 5)
+    for reasons, mark in ((("batched: taken",), "taken"), (("serial+spec: busy", "batched: taken"), "taken (serial+spec: busy; batched: taken)")):
+        one = Running(ID, 1, "label", request, "batched", 0.0, MARKUP, reasons)
+        assert one.finish(Outcome.STOP, 0.1)[1].summary.marks[0] == (mark, 0.0)

@@ -321,3 +321,12 @@ def test_grammar_is_refused_and_tools_are_taken(
 def test_no_mlx_is_imported() -> None:
     program = "import sys, worker.engines.scripted; print({'mlx', 'mlx_lm', 'transformers'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"
+
+
+def test_a_tokenizer_with_a_thought_channel_writes_thoughts_in_it(tmp_path: Path) -> None:
+    from fixtures.tiny_model import build
+
+    engine = ScriptedEngine(build(tmp_path / "m", extra_tokens=("<|channel>", "<channel|>")), block=256)
+    engine.load(lambda words: None)
+    assert engine.facts.markup and engine.facts.markup.think_start == "<|channel>thought\n"
+    assert (engine.facts.lanes, engine.facts.block) == (("serial",), 256)

@@ -32,10 +32,15 @@ from worker.engines.measure import measured
 from worker.engines.mlx_lm_0_32 import RowNeeds, Token
 from worker.engines.pace import Pace
 from worker.engines.prompt_cache import PromptCache
+from worker.engines.speculative import ABILITIES as SPECULATIVE_ABILITIES
+from worker.engines.speculative import Draft, Speculation
 from worker.engines.text import Texts, TextStream
 from worker.engines.warm_up import warm_up
 from worker.engines.weights import load_weights
-from worker.plan import AUTO, BUFFER_CACHE_SHARE, PROMPT_CACHE_SHARE, Fit, Needs, fit, held_precision, needs, size
+from worker.placement import SPECULATIVE
+from worker.plan import (
+    AUTO, BUFFER_CACHE_SHARE, PROMPT_CACHE_SHARE, Fit, Needs, beside_bytes, fit, held_precision, needs, size,
+)
 from worker.reply_grammar import reply_grammar
 from worker.tool_calls import read_offer
 
@@ -91,9 +96,12 @@ class BatchedEngine:
         memory_share: int = 0,
         prompt_cache_bytes: int = 0,
         decode_stall_s: float = 0.5,
+        draft: Path | None = None,
+        draft_tokens: int = 3,
     ) -> None:
         """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what
-        is free now. prompt_cache_bytes 0: an eighth of that. decode_stall_s: how long reading may hold up decoding."""
+        is free now. prompt_cache_bytes 0: an eighth of that. decode_stall_s: how long reading may hold up decoding.
+        draft: folder of a draft model, of which so many tokens are taken at a time; None: no speculation."""
         self._folder = folder
         self._slots = slots
         self._kv_tokens = kv_tokens
@@ -105,6 +113,9 @@ class BatchedEngine:
         self._prompt_cache_bytes = prompt_cache_bytes
         self._decode_stall_s = decode_stall_s
         self._pace = Pace(decode_stall_s, prefill_step)
+        self._draft = draft
+        self._draft_tokens = draft_tokens
+        self._speculation: Speculation | None = None
         self._waiting: dict[RequestId, _Row] = {}
         self._rows: dict[int, _Row] = {}
         self._last_uid = 0
@@ -130,8 +141,13 @@ class BatchedEngine:
         before = device.memory()["active"]
         self._model: nn.Module | None = load_weights(self._folder, precision, progress)
         kv, self._vocabulary = measured(self._model)
-        need = Needs(device.memory()["active"] - before, needs(found, precision, self._slots).overhead, kv)
         context = min(self._context or found.context, found.context)
+        held = device.memory()["active"] - before
+        draft, beside = None, 0
+        if self._draft is not None:
+            draft = Draft(self._draft, self._texts, self._vocabulary, precision, progress)
+            beside = beside_bytes(model_files.read(self._draft), precision, context)
+        need = Needs(held, needs(found, precision, self._slots, beside).overhead, kv)
         fitted = self._fitted(need, context, progress)
         self._candidates = sampling.CPU_CANDIDATES if device.backend() == device.CPU else 1 << 30
         self._kept = PromptCache(fitted.prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
@@ -140,13 +156,15 @@ class BatchedEngine:
         self._most_copied = int(self._decode_stall_s * copied_per_s() / max(per_token, 1))
         self._new_batch()
         self._grammars = Grammars(self._texts.tokenizer.to_str(), self._vocabulary, self._stop_ids)
+        if draft is not None:
+            self._speculation = self._speculate(draft)
         written = markup.read(self._folder, self._texts.tokenizer)
         self.facts = EngineFacts(
             slots=fitted.slots,
             kv_tokens=fitted.kv_tokens,
             block=1,
             context=context,
-            lanes=(LANE,),
+            lanes=(SPECULATIVE, LANE) if self._speculation else (LANE,),
             abilities=(
                 *ABILITIES, *(("tools",) if written.parse else ()), *(("tool_choice",) if written.syntax else ()),
             ),
@@ -156,9 +174,12 @@ class BatchedEngine:
             markup=written,
             weight_bytes=need.weights,
             kv_bytes_per_token=per_token,
+            lane_abilities={SPECULATIVE: SPECULATIVE_ABILITIES},
         )
         progress("warming up")
         warm_up(self)
+        if self._speculation:
+            self._speculation.warm_up()
         # Neither the warm-up's prompts nor its speed, kernels being compiled, are worth keeping.
         self._kept.clear()
         self._pace = Pace(self._decode_stall_s, self._prefill_step)
@@ -181,7 +202,15 @@ class BatchedEngine:
         self._slots = fitted.slots
         return fitted
 
+    def _speculate(self, draft: Draft) -> Speculation:
+        return Speculation(
+            self._model, draft, draft_tokens=self._draft_tokens, stop_ids=self._stop_ids, kept=self._kept,
+            stall_s=self._decode_stall_s, prefill_step=self._prefill_step,
+        )  # fmt: skip
+
     def rebuild(self) -> None:
+        if self._speculation:
+            self._speculation.drop()
         self._waiting.clear()
         self._rows.clear()
         # What broke the step may have been a lack of memory.
@@ -190,6 +219,7 @@ class BatchedEngine:
         device.clear_cache()
 
     def close(self) -> None:
+        self._speculation = None
         self._waiting.clear()
         self._rows.clear()
         self._kept.clear()
@@ -214,10 +244,16 @@ class BatchedEngine:
         for name, tokens in (("prompt", request.prompt), ("logit_bias", list(request.sampling.logit_bias))):
             if tokens and (min(tokens) < 0 or max(tokens) >= self._vocabulary):
                 raise Unsupported(f"{name}: a token is not one of the model's {self._vocabulary}")
+        # Only a request that finds the worker idle: see worker/engines/speculative.
+        if self._speculation and not self.busy and self._speculation.takes(request):
+            return SPECULATIVE
         return LANE
 
     def start(self, request_id: RequestId, request: GenerationRequest) -> None:
-        self.lane_for(request)
+        if self.lane_for(request) == SPECULATIVE:
+            assert self._speculation is not None
+            self._speculation.start(request_id, request, self._texts.stream(), self._sampler(request))
+            return
         text = reply_grammar(request, read_offer(request.tools), self.facts.markup, self._grammars.special)
         try:
             grammar = self._grammars.row(text) if text else None
@@ -234,6 +270,8 @@ class BatchedEngine:
         )  # fmt: skip
 
     def cancel(self, request_id: RequestId) -> None:
+        if self._speculation and self._speculation.cancel(request_id):
+            return
         if self._waiting.pop(request_id, None) is None:
             row = next((row for row in self._rows.values() if row.id == request_id), None)
             if row is not None:
@@ -241,7 +279,7 @@ class BatchedEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._rows or self._waiting)
+        return bool(self._rows or self._waiting or (self._speculation and self._speculation.busy))
 
     def due_in(self) -> float:
         return 0.0
@@ -297,11 +335,12 @@ class BatchedEngine:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Step]:
+        steps = self._speculation.step(self._batch.decodes) if self._speculation else []
         begun = time.monotonic()
         self._join()
         if not self._rows:
-            return []
-        steps = self._commit(self._batch.decode())
+            return steps
+        steps += self._commit(self._batch.decode())
         if self._batch.reads:
             steps += self._read(begun)
         # What went wrong while the next token was drawn; the one committed above was drawn before.

@@ -10,7 +10,8 @@ another, and normalizes every row's logits. Its two halves, the batch that reads
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,11 @@ def _plain(layer: QuantizedMultiLinear) -> MultiLinear:
     return made
 
 
+def new_cache(model: nn.Module) -> Cache:
+    """A cache that has read nothing."""
+    return list(make_prompt_cache(model))
+
+
 def can_be_cut(model: nn.Module) -> bool:
     """Whether what a row has read can always be cut back to its first tokens (not so for sliding windows, states)."""
     return all(type(layer) is KVCache for layer in make_prompt_cache(model))
@@ -122,6 +128,46 @@ def can_be_cut(model: nn.Module) -> bool:
 def evaluate(cache: Cache) -> None:
     """Compute what a cache holds; on the thread that steps."""
     mx.eval([layer.state for layer in cache])
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the model over drafted tokens gave. tokens: (id, whether it had been drafted); the last one is the
+    model's own, unless the reply's last was a drafted one. rejected: drafts that it did not agree with. sound: drawn from
+    finite numbers."""
+
+    tokens: list[tuple[int, bool]]
+    rejected: int
+    sound: bool
+
+
+def speculate(
+    model: nn.Module, draft: Callable[..., mx.array], last: int, caches: Cache, draft_tokens: int, max_tokens: int,
+    sampler: Sampler,
+) -> Iterator[Round]:  # fmt: skip
+    """Rounds until max_tokens are given, at least one token each. last: the prompt's last token; caches: the model's
+    layers', then the draft's, which have read all before it. Closing the iterator leaves the caches consistent."""
+    steps = generate.speculative_generate_step(
+        mx.array([last]), model, draft, mx.default_stream(mx.default_device()), num_draft_tokens=draft_tokens,
+        max_tokens=max_tokens, sampler=sampler, prompt_cache=caches,
+    )  # fmt: skip
+    given = 0
+    try:
+        while given < max_tokens:
+            drafted = min(max_tokens - given, draft_tokens)
+            tokens: list[tuple[int, bool]] = []
+            sound = True
+            for token, logprobs, from_draft in steps:
+                tokens.append((token, from_draft))
+                given += 1
+                if not from_draft or given == max_tokens:
+                    # A NaN anywhere in a row is one everywhere in its log-probabilities.
+                    sound = math.isfinite(logprobs[token].item())
+                    break
+            accepted = sum(from_draft for _, from_draft in tokens)
+            yield Round(tokens, drafted - accepted, sound)
+    finally:
+        steps.close()
 
 
 class Decoding(generate.GenerationBatch):

@@ -20,7 +20,8 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
 
 Without a script the reply is 16 words, the first naming the prompt, so that replies cannot be mistaken for each other.
 Reasoning is written <think>...</think>, a call <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
-Hermes models write them.
+Hermes models write them; where the tokenizer has the tokens of a thought channel, reasoning is written in one, as
+DiffusionGemma does.
 Sampling is accepted and has nothing to act upon. max_tokens ends a reply with "length", as in an engine whose end of
 sequence would be one more token.
 """
@@ -33,7 +34,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -54,6 +55,7 @@ MARKUP = Markup(
     parse=lambda text, tools: json.loads(text),
     form=TAGGED_JSON,
 )
+CHANNEL_TOKENS = ("<|channel>", "<channel|>")
 DEFAULT_TOKENS = 16
 MAX_BLOCK = 256
 
@@ -162,6 +164,10 @@ class ScriptedEngine:
     def load(self, progress: Callable[[str], None]) -> None:
         progress("reading the tokenizer")
         self._texts = Texts(self._folder)
+        opens, closes = CHANNEL_TOKENS
+        if {opens, closes} <= self._texts.tokenizer.get_vocab().keys():
+            written = replace(MARKUP, think_start=f"{opens}thought\n", think_end=closes)
+            self.facts = replace(self.facts, markup=written)
         if self._load_s:
             self._sleep(self._load_s)
 

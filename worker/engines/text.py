@@ -47,7 +47,9 @@ class Texts:
         except Exception as error:  # the library raises bare Exception
             reason = "it is missing" if isinstance(error, FileNotFoundError) else type(error).__name__
             raise ConfigError(f"cannot read {path}: {reason}; fetch the model again") from None
-        self._special = {token for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special}
+        self.special = frozenset(
+            token for token, added in self.tokenizer.get_added_tokens_decoder().items() if added.special
+        )
         self._bytes: dict[int, bytes] = {}
         self._kind, self._strips_first_space = _decoder_kind(decoder)
 
@@ -61,7 +63,7 @@ class Texts:
 
     def is_special(self, token: int) -> bool:
         """Whether the token is markup that never becomes text."""
-        return token in self._special
+        return token in self.special
 
     def raw(self, token: int) -> bytes:
         """The token's bytes in running text; special tokens as they are written."""
