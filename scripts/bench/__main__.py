@@ -22,6 +22,7 @@ MODULES = {
     "startup": "startup",
     "changes": "changes",
     "serial": "serial",
+    "engine": "engine",
     "end_to_end": "end_to_end",
     "streams": "streams",
     "peers": "peers",
