@@ -34,6 +34,7 @@ def check(ledger: Ledger, now: float) -> None:
     for model in ledger.models.values():
         _check_model(ledger, model.name, now)
         _check_queue(model)
+        assert model.prefixes.readers() <= ledger.workers.keys(), "a worker that is gone is remembered"
 
 
 def _check_model(ledger: Ledger, name: str, now: float) -> None:

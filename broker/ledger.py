@@ -229,7 +229,10 @@ class Ledger:
         if not request.streaming:
             request.streaming = True
             request.payload = b""
-            self.models[request.model].histograms["time_to_first_token"].observe(now - request.submitted_at)
+            model = self.models[request.model]
+            model.histograms["time_to_first_token"].observe(now - request.submitted_at)
+            if self._has_choice(model):
+                model.prefixes.add(request.prefix, peer)
             self.traces.mark(id, "first_tokens", now)
         return [Relay(request.api)]
 
@@ -416,14 +419,14 @@ class Ledger:
         """How much of its prompt workers are known to have read."""
         return model.prefixes.read(request.prefix) if self._settings.prefix_routing else {}
 
-    def _route(self, model: Model, request: Request, worker: Worker) -> None:
-        """Count what became of the prefix, and remember who has it. With one worker there is nothing to choose."""
-        if not self._settings.prefix_routing or len(self.workers_of(model.name)) == 1:
-            return
+    def _has_choice(self, model: Model) -> bool:
+        """With one worker a prefix chooses nothing."""
+        return self._settings.prefix_routing and len(self.workers_of(model.name)) > 1
+
+    def _count_routing(self, model: Model, request: Request, worker: Worker) -> None:
         read = model.prefixes.read(request.prefix)
         most = max(read.values(), default=0)
         model.routed["new" if not most else "hit" if read.get(worker.peer) == most else "diverted"] += 1
-        model.prefixes.given(request.prefix, worker.peer)
 
     def _fingerprint(self, model: Model, ids: Iterable[RequestId]) -> str:
         """For which of its workers' fingerprints these requests should be rendered; "": there is none.
@@ -458,8 +461,8 @@ class Ledger:
         model = self.models[request.model]
         model.line.serve(request.id, now)
         model.queue.discard(request.id, request.key)
-        if request.prefix:
-            self._route(model, request, worker)
+        if request.prefix and self._has_choice(model):
+            self._count_routing(model, request, worker)
         self._deadlines.drop(("queue", request.id))
         self._dispatches += 1
         worker.last_dispatch = self._dispatches

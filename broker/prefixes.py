@@ -1,6 +1,7 @@
 """Which workers have read which beginnings of prompts (pure).
 
-Prefixes are as in common/prefix. What a worker has forgotten meanwhile is not known: a wrong guess costs what no guess would.
+Prefixes are as in common/prefix. A prompt counts as read from its first token on: of two that come together each must be
+read, and two workers do that at once. What a worker has forgotten meanwhile is not known: a wrong guess costs what no guess would.
 Invariant: at most `most` hashes are kept, the least recently used goes first.
 """
 
@@ -16,7 +17,7 @@ _LENGTHS = tuple(lengths())
 
 
 class Prefixes:
-    """Hash -> workers that were given a prompt which begins so."""
+    """Hash -> workers that have read a prompt which begins so."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -33,8 +34,12 @@ class Prefixes:
                 found[peer] = length
         return found
 
-    def given(self, prefix: bytes, peer: PeerId) -> None:
-        """A worker was given this prompt."""
+    def readers(self) -> set[PeerId]:
+        """All workers that have read anything, for checks."""
+        return {peer for readers in self._readers.values() for peer in readers}
+
+    def add(self, prefix: bytes, peer: PeerId) -> None:
+        """A worker has read this prompt."""
         for hash_ in _hashes(prefix):
             readers = self._readers.get(hash_, ())
             if peer not in readers:

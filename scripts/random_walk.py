@@ -222,7 +222,8 @@ class Walk:
         if self.random.random() < 0.03:
             self.poison.add(id)
         fingerprint = client.again or self.random.choice(["", "f", "f", "f", "f", "f", "f", "g", "old"])
-        effects = self.ledger.submit(api, Submit(id, 1, client.tokens - 1, b"", fingerprint), b"p", self.now)
+        prefix = self.random.choice([b"", b"head-one", b"head-onelonger-1", b"head-two"])
+        effects = self.ledger.submit(api, Submit(id, 1, client.tokens - 1, prefix, fingerprint), b"p", self.now)
         self.deliver(effects)
 
     def cancel(self) -> None:

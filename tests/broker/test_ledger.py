@@ -404,17 +404,27 @@ def test_repeat_prompts_go_where_their_head_was_read_until_that_worker_is_too_bu
     book = Book(slots=8, workers=2, max_queue=9)
     # Six hashes are 384 tokens: worth one row and not two.
     prefix = b"".join(b"prefix-%d" % n for n in range(6))
-    first = dispatched(book.submit(1, prefix=prefix))[0][2]
-    assert dispatched(book.submit(2, prefix=prefix))[0][2] == first
-    other = dispatched(book.submit(3, prefix=prefix))[0][2]
+
+    def ask(number: int, prefix: bytes, *, speaks: bool = True) -> bytes:
+        (_, _, peer), *_ = dispatched(book.submit(number, prefix=prefix))
+        if speaks:
+            book.seen(book.ledger.tokens(peer, id_(number), 1, 0.0))
+        return peer
+
+    first = ask(1, prefix)
+    assert ask(2, prefix) == first
+    other = ask(3, prefix, speaks=False)
     assert other != first
     assert book.ledger.models["m"].routed == {"new": 1, "hit": 1, "diverted": 1}
+    # Not read before its first token.
+    assert list(book.ledger.models["m"].prefixes.read(prefix)) == [first]
+    book.seen(book.ledger.tokens(other, id_(3), 1, 0.0))
     # Both have read it now; a longer prompt is known by its longest head.
-    assert dispatched(book.submit(4, prefix=prefix + b"longer--"))[0][2] == other
+    assert ask(4, prefix + b"longer--") == other
     book.done(1, first)
-    assert dispatched(book.submit(5, prefix=prefix + b"longer--"))[0][2] == first
+    assert ask(5, prefix + b"longer--") == first
     book.done(3, other)
-    assert dispatched(book.submit(6, prefix=prefix + b"longer--"))[0][2] == other
+    assert ask(6, prefix + b"longer--") == other
     assert book.ledger.models["m"].routed == {"new": 1, "hit": 3, "diverted": 2}
     book.seen(book.ledger.worker_lost(other, 0.0))
     assert len(book.ledger.models["m"].prefixes) == 7
@@ -422,6 +432,7 @@ def test_repeat_prompts_go_where_their_head_was_read_until_that_worker_is_too_bu
 
 def test_without_prefix_routing_and_with_one_worker_nothing_is_remembered() -> None:
     for book in (Book(workers=2, prefix_routing=False), Book(workers=1)):
-        book.submit(1, prefix=b"prefix-1")
-        book.submit(2, prefix=b"prefix-1")
+        for number in (1, 2):
+            (_, _, peer), *_ = dispatched(book.submit(number, prefix=b"prefix-1"))
+            book.seen(book.ledger.tokens(peer, id_(number), 1, 0.0))
         assert len(book.ledger.models["m"].prefixes) == 0 and not any(book.ledger.models["m"].routed.values())

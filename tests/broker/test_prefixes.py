@@ -16,8 +16,8 @@ def prefix(text: str) -> bytes:
 
 def test_each_workers_longest_beginning_counts() -> None:
     known = Prefixes()
-    known.given(prefix("sys1"), A)
-    known.given(prefix("sys2"), B)
+    known.add(prefix("sys1"), A)
+    known.add(prefix("sys2"), B)
     assert known.read(prefix("sys9")) == {A: 192, B: 192}
     assert known.read(prefix("sys1more")) == {A: 256, B: 192}
     assert known.read(prefix("other")) == known.read(b"") == {}
@@ -25,8 +25,8 @@ def test_each_workers_longest_beginning_counts() -> None:
 
 def test_who_is_gone_is_forgotten() -> None:
     known = Prefixes()
-    known.given(prefix("one"), A)
-    known.given(prefix("on"), B)
+    known.add(prefix("one"), A)
+    known.add(prefix("on"), B)
     known.forget(A)
     assert known.read(prefix("one")) == {B: 128} and len(known) == 2
     known.forget(B)
@@ -35,10 +35,10 @@ def test_who_is_gone_is_forgotten() -> None:
 
 def test_the_table_is_bounded_and_forgets_what_was_not_used() -> None:
     known = Prefixes(most=6)
-    known.given(prefix("abc"), A)
-    known.given(prefix("xyz"), A)
-    known.given(prefix("abc"), A)
-    known.given(prefix("k"), B)
+    known.add(prefix("abc"), A)
+    known.add(prefix("xyz"), A)
+    known.add(prefix("abc"), A)
+    known.add(prefix("k"), B)
     assert len(known) == 6
     assert known.read(prefix("abc")) == {A: 192} and known.read(prefix("k")) == {B: 64}
     assert known.read(prefix("xy")) == {A: 128} and known.read(prefix("x")) == {}
