@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from broker.turns import Ranks, Turn, Turns
 from common.ids import RequestId
 
-HIGHEST, LOWEST = 10, -10
-
 
 class _KeyLine:
     """One key's requests by priority, each oldest first, with their arrivals. level, head: where it stands in the turns."""
@@ -143,10 +141,12 @@ class WaitingLine:
 
     def _by_turns(self) -> Iterator[RequestId]:
         """Priority by priority; keys that have had all of one go on at their next."""
+        levels = dict(self._levels.at)
         later: defaultdict[int, list[Turn]] = defaultdict(list)
-        for priority in range(HIGHEST, LOWEST - 1, -1):
-            turns = self._levels.at.get(priority)
-            yield from self._at(priority, turns.order() if turns else iter(()), later.pop(priority, []), later)
+        while levels or later:
+            priority = max(levels.keys() | later.keys())
+            coming = levels.pop(priority).order() if priority in levels else iter(())
+            yield from self._at(priority, coming, later.pop(priority, []), later)
 
     def _at(
         self, priority: int, coming: Iterator[Turn], again: list[Turn], later: defaultdict[int, list[Turn]]

@@ -100,7 +100,7 @@ def test_a_single_request_waits_for_one_of_the_floods_also_when_the_queue_is_ful
     flood = Flood(pool, "flood", FLOODERS)
     wait_for(lambda: flood.statuses[529] > 5, 20, "the queue is full")
     waited = []
-    for _ in range(8):
+    for _ in range(6):
         began = time.monotonic()
         status, _, reply = ask(pool, "quiet")
         assert status == 200, reply
@@ -126,7 +126,7 @@ def test_two_floods_are_served_by_weight_and_the_displaced_get_a_529(pool: Harne
     floods = {key: Flood(pool, key, FLOODERS // 2) for key in ("flood", "heavy")}
     wait_for(lambda: all(flood.statuses[529] for flood in floods.values()), 20, "the queue is full")
     before = {key: flood.statuses[200] for key, flood in floods.items()}
-    wait_for(lambda: sum(flood.statuses[200] for flood in floods.values()) - sum(before.values()) >= 20, 30, "served")
+    wait_for(lambda: sum(flood.statuses[200] for flood in floods.values()) - sum(before.values()) >= 16, 30, "served")
     served = {key: flood.statuses[200] - before[key] for key, flood in floods.items()}
     for flood in floods.values():
         flood.end()
@@ -137,11 +137,11 @@ def test_two_floods_are_served_by_weight_and_the_displaced_get_a_529(pool: Harne
 
 def test_a_displaced_stream_gets_its_529_while_it_waits(pool: Harness) -> None:
     results: dict[int, tuple[int, dict[str, str], Any]] = {}
-    # Slow enough that nothing ends meanwhile.
-    slow = script(count=5, rate=50, delay_s=2)
+    # Those that run are slow enough that nothing ends meanwhile.
+    slow, quick = script(count=5, rate=50, delay_s=2.5), script(count=1)
 
     def client(number: int) -> None:
-        results[number] = ask(pool, "flood", slow, stream=number % 2 == 1)
+        results[number] = ask(pool, "flood", slow if number < SLOTS else quick, stream=number % 2 == 1)
 
     def one_more(number: int) -> threading.Thread:
         places = pool.snapshot()["models"][0]["places"]
