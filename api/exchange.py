@@ -38,6 +38,8 @@ class Exchange:
         self.fingerprint = ""
         # Fields of the request that nothing will come of, known once the model's abilities are.
         self.ignored: tuple[str, ...] = ()
+        # A grammar holds the reply to JSON.
+        self.enforced = False
         self._render: Render | None = None
         self._rendering: asyncio.Task[None] | None = None
         self._render_error: Exception | None = None

@@ -26,7 +26,7 @@ from api.served import ServedModel, find
 from api.template import TemplateComplaint
 from api.tools import Tools
 from common.generation import GenerationRequest, Sampling
-from common.json_schema import check_schema
+from common.json_schema import Enforceable, enforceable
 
 T = TypeVar("T")
 # How long the last snapshot counts for what workers can do, which changes only when a model is swapped.
@@ -48,7 +48,7 @@ class Generation:
         self._threads = threads
         self._max_prompt = max_prompt
         self._strict = strict
-        self._abilities: dict[str, frozenset[str]] = {}
+        self._abilities: dict[tuple[str, str], frozenset[str]] = {}
         self._abilities_until = 0.0
 
     def model(self, name: str) -> ServedModel:
@@ -68,29 +68,26 @@ class Generation:
 
     async def begin_chat(
         self, chat: NormalizedChat, model: ServedModel, line: RequestLine
-    ) -> tuple[Exchange, bool, list[str]]:
-        """Reserve, render, submit. The exchange, whether a grammar will hold the reply to JSON, and what of the schema
-        it leaves out.
-
-        Raises RequestError, ServingError.
-        """
-        _check_against_model(chat, model)
+    ) -> Exchange:
+        """Reserve, render, submit. Raises RequestError, ServingError."""
+        model = await self._agreed(model, lambda one: _check_against_model(chat, one))
         exchange, fingerprint = await self._reserve(chat.n, chat.priority, chat.stream, model, line)
-        drawn = await self._sampling(chat.sampling, model, exchange)
-        await self._check_forced(chat.tools, model)
-        grammar, left_out = await self._grammar(chat.response_format, model)
 
         async def render(fingerprint: str) -> tuple[list[GenerationRequest], str]:
             now = await self._model_for(model, fingerprint)
             if now is not model:
                 _check_against_model(chat, now)
+            drawn, ignored = await self._sampling(chat.sampling, now)
+            await self._check_tools(chat.tools, now)
+            grammar, left_out = await self._grammar(chat.response_format, now)
+            exchange.ignored, exchange.enforced = (*ignored, *left_out), bool(grammar)
             prompt = await self._prompt(chat, now)
             line.mark("rendered")
             line.prompt_tokens = len(prompt.ids)
             return _chat_requests(chat, now, prompt, drawn, grammar), now.fingerprint
 
         exchange.submit(*await render(fingerprint), render)
-        return exchange, bool(grammar), left_out
+        return exchange
 
     async def begin_text(
         self, asked: NormalizedCompletion, model: ServedModel, line: RequestLine
@@ -100,17 +97,25 @@ class Generation:
 
         Raises RequestError, ServingError.
         """
-        check_bias(asked.sampling, model)
-        check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], model)
+
+        def check(one: ServedModel) -> None:
+            check_bias(asked.sampling, one)
+            check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], one)
+
+        model = await self._agreed(model, check)
         count = len(asked.prompts) * asked.n
         exchange, fingerprint = await self._reserve(count, asked.priority, asked.stream, model, line)
-        drawn = await self._sampling(asked.sampling, model, exchange)
+        texts: list[str] = []
 
         async def render(fingerprint: str) -> tuple[list[GenerationRequest], str]:
             now = await self._model_for(model, fingerprint)
             if now is not model:
-                check_bias(asked.sampling, now)
-                check_ids([prompt for prompt in asked.prompts if isinstance(prompt, list)], now)
+                check(now)
+            drawn, exchange.ignored = await self._sampling(asked.sampling, now)
+            texts[:] = [
+                prompt if isinstance(prompt, str) else now.prompts.tokens.decode(prompt)
+                for prompt in (asked.prompts if asked.echo else ())
+            ]
             limit = now.prompt_limit(self._max_prompt)
             try:
                 prompts = await self.in_thread(lambda: [now.prompts.text(prompt, limit) for prompt in asked.prompts])
@@ -121,10 +126,6 @@ class Generation:
             return _text_requests(asked, now, prompts, drawn), now.fingerprint
 
         exchange.submit(*await render(fingerprint), render)
-        texts = [
-            prompt if isinstance(prompt, str) else model.prompts.tokens.decode(prompt)
-            for prompt in (asked.prompts if asked.echo else ())
-        ]
         return exchange, texts
 
     async def _reserve(
@@ -143,65 +144,86 @@ class Generation:
             ticket.quiet = not stream
         return exchange, fingerprint
 
+    async def _agreed(self, model: ServedModel, check: Callable[[ServedModel], None]) -> ServedModel:
+        """The model that passes the check: this one, or the one that has been swapped for it. Raises RequestError."""
+        try:
+            check(model)
+        except RequestError:
+            await self.catalog.refresh()
+            now = self.models[model.name]
+            if now is model:
+                raise
+            check(now)
+            return now
+        return model
+
     async def _model_for(self, model: ServedModel, fingerprint: str) -> ServedModel:
         if fingerprint in ("", model.fingerprint):
             return model
         return await self.catalog.rendered_for(model.name, fingerprint)
 
-    async def _sampling(self, given: dict[str, Any], model: ServedModel, exchange: Exchange) -> Sampling:
-        """How the request is drawn; what the model cannot honour of it is noted. Raises RequestError when strict."""
+    async def _sampling(self, given: dict[str, Any], model: ServedModel) -> tuple[Sampling, tuple[str, ...]]:
+        """How the request is drawn, and what the model cannot honour of it. Raises RequestError when strict."""
         if not given and model.defaults == Sampling():
-            return model.defaults
+            return model.defaults, ()
         abilities = await self._abilities_of(model)
-        exchange.ignored += not_honoured(given, abilities, self._strict)
-        return sampling(given, model.defaults, abilities)
+        return sampling(given, model.defaults, abilities), not_honoured(given, abilities, self._strict)
 
     async def _prompt(self, chat: NormalizedChat, model: ServedModel) -> Prompt:
         limit = model.prompt_limit(self._max_prompt)
+
+        def rendered() -> Prompt:
+            given = (chat.template_kwargs, chat.tools.offered, limit)
+            try:
+                return model.prompts.chat(chat.messages, *given)
+            except TemplateComplaint:
+                if chat.otherwise is None:
+                    raise
+                # The sentence of JSON mode in front was ours: a template without system messages is no reason to refuse.
+                return model.prompts.chat(chat.otherwise, *given)
+
         try:
-            return await self.in_thread(
-                model.prompts.chat, chat.messages, chat.template_kwargs, chat.tools.offered, limit
-            )
+            return await self.in_thread(rendered)
         except TooLong as error:
             raise _too_long(error, limit, "messages") from None
         except TemplateComplaint as error:
             raise refuse("messages", str(error)) from None
 
-    async def _check_forced(self, tools: Tools, model: ServedModel) -> None:
-        """A call that is asked for must be one that can be enforced."""
-        if not tools.forced:
-            return
-        if not await self._can("tool_choice", model):
+    async def _check_tools(self, tools: Tools, model: ServedModel) -> None:
+        """Every tool's schema is one, and a call that is asked for can be enforced."""
+        if tools.forced and not await self._can("tool_choice", model):
             raise refuse("tool_choice", f"tool_choice: a call cannot be enforced by {model.name}")
-        for index, tool in enumerate(tools.definitions):
+        for index, tool in enumerate(tools.offered):
             parameters = tool["function"].get("parameters")
-            usable, why, _ = await self._checked_schema(parameters) if parameters else (True, "", [])
-            if not usable:
-                raise refuse("tools", f"tools[{index}].function.parameters: {why}")
+            if not parameters:
+                continue
+            where = f"tools[{index}].function.parameters"
+            if parameters.get("type", "object") != "object":
+                raise refuse("tools", f"{where}: a function's arguments are of type object")
+            schema = await self.in_thread(_enforceable, parameters)
+            if not schema.text:
+                raise refuse("tools", f"{where}: {schema.why}")
 
     async def _grammar(self, wanted: ResponseFormat, model: ServedModel) -> tuple[str, list[str]]:
         """The schema that the reply is held to, "" for none, and what of the client's is not enforced."""
         if not wanted.json_mode:
             return "", []
-        schema = wanted.schema if wanted.kind == "json_schema" else None
-        usable, why, left_out = await self._checked_schema(schema) if schema else (True, "", [])
-        if not usable:
-            raise refuse("response_format", f"response_format.json_schema.schema: {why}")
+        given = wanted.schema if wanted.kind == "json_schema" else None
+        schema = await self.in_thread(_enforceable, given) if given else Enforceable(ANY_OBJECT)
+        if not schema.text:
+            raise refuse("response_format", f"response_format.json_schema.schema: {schema.why}")
         enforced = await self._can("grammar", model)
         if wanted.strict and not enforced:
             raise refuse("response_format", "response_format: strict schemas cannot be enforced by this model")
-        if wanted.strict and left_out:
+        if wanted.strict and schema.left_out:
+            because = f" ({schema.why})" if schema.why else ""
             raise refuse(
                 "response_format",
-                f"response_format: strict, but these keywords cannot be enforced: {', '.join(left_out)}",
+                f"response_format: strict, but these keywords cannot be enforced: {', '.join(schema.left_out)}{because}",
             )
         if not enforced:
             return "", []
-        grammar = json.dumps(schema, ensure_ascii=False) if schema else ANY_OBJECT
-        return grammar, [f"response_format.{keyword}" for keyword in left_out]
-
-    async def _checked_schema(self, schema: dict[str, Any]) -> tuple[bool, str, list[str]]:
-        return await self.in_thread(_checked, json.dumps(schema))
+        return schema.text, [f"response_format.{keyword}" for keyword in schema.left_out]
 
     async def _can(self, ability: str, model: ServedModel) -> bool:
         """Whether the model's workers can do this."""
@@ -209,18 +231,31 @@ class Generation:
 
     async def _abilities_of(self, model: ServedModel) -> frozenset[str]:
         """What the model's workers can do. Where none has been up to say so, what those of its kind can."""
-        if time.monotonic() >= self._abilities_until:
+        if time.monotonic() >= self._abilities_until or (model.name, model.fingerprint) not in self._abilities:
             snapshot = await self.link.snapshot()
             # A model none of whose workers is there keeps those that it had: they will come back.
             self._abilities |= {
-                entry["name"]: frozenset(entry["abilities"]) for entry in snapshot.get("models", ()) if entry["abilities"]
+                (entry["name"], entry["fingerprint"]): frozenset(entry["abilities"])
+                for entry in snapshot.get("models", ())
+                if entry["abilities"]
             }
             self._abilities_until = time.monotonic() + ABILITIES_S
-        return self._abilities.get(model.name, model.assumed)
+        return self._abilities.get((model.name, model.fingerprint)) or self._abilities.get((model.name, ""), model.assumed)
 
+
+# Compiling one of this size takes most of a second, in which nothing else of this process runs; as text in the prompt it
+# would be longer than most contexts.
+MOST_SCHEMA_CHARACTERS = 2**18
 
 # Compiling a schema takes up to 20 ms, and clients send the same one again and again.
-_checked = lru_cache(maxsize=256)(check_schema)
+_compiled = lru_cache(maxsize=64)(enforceable)
+
+
+def _enforceable(schema: dict[str, Any]) -> Enforceable:
+    text = json.dumps(schema, ensure_ascii=False)
+    if len(text) > MOST_SCHEMA_CHARACTERS:
+        return Enforceable("", f"a schema may have at most {MOST_SCHEMA_CHARACTERS} characters")
+    return _compiled(text)
 
 
 def check_bias(sampling: dict[str, Any], model: ServedModel) -> None:
@@ -253,6 +288,7 @@ def _too_long(error: TooLong, limit: int, param: str) -> RequestError:
 def _chat_requests(
     chat: NormalizedChat, model: ServedModel, prompt: Prompt, drawn: Sampling, grammar: str
 ) -> list[GenerationRequest]:
+    tools = chat.tools.packed()
     return [
         GenerationRequest(
             prompt=prompt.ids,
@@ -264,7 +300,7 @@ def _chat_requests(
             system_tokens=prompt.shared,
             reasoning_open=prompt.reasoning_open,
             grammar=grammar,
-            tools=chat.tools.packed(),
+            tools=tools,
             choice=choice,
         )
         for choice in range(chat.n)

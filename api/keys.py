@@ -65,9 +65,9 @@ def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
         if name == b"x-api-key":
             found.append(value.strip())
         elif name == b"authorization":
-            scheme, _, credentials = value.strip().partition(b" ")
+            scheme, *credentials = value.split(None, 1) or [b""]
             if scheme.lower() == b"bearer":
-                found.append(credentials.strip())
+                found.append(credentials[0].strip() if credentials else b"")
     return found
 
 

@@ -47,10 +47,19 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     _check_content(f"{where}.content", message.get("content"))
     if message.get("tool_calls") is not None:
         _check_tool_calls(f"{where}.tool_calls", message["tool_calls"])
-    # SDKs send back whole message objects with every unused key null; a template would take those keys for given.
-    return {name: value for name, value in message.items() if value is not None or name == "content"} | (
-        {} if "content" in message else {"content": None}
-    )
+    # SDKs send back whole message objects with every unused key null; a template would take those keys for given, and
+    # an empty list of calls for calls.
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if not kept.get("tool_calls", True):
+        del kept["tool_calls"]
+    elif "tool_calls" in kept:
+        kept["tool_calls"] = [_without_nulls(call) for call in kept["tool_calls"]]
+    return kept if "content" in kept else kept | {"content": None}
+
+
+def _without_nulls(call: dict[str, Any]) -> dict[str, Any]:
+    function = {name: value for name, value in call["function"].items() if value is not None}
+    return {name: value for name, value in call.items() if value is not None} | {"function": function}
 
 
 def _check_content(where: str, content: Any) -> None:
@@ -73,7 +82,7 @@ def _check_tool_calls(where: str, calls: Any) -> None:
         raise _wrong(where, f"must be an array, got {shown(calls)}")
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or call.get("type", "function") != "function":
+        if not isinstance(function, dict) or call.get("type") not in (None, "function"):
             raise _wrong(f"{where}[{index}]", "must be an object of type function")
         if not isinstance(function.get("name"), str):
             raise _wrong(f"{where}[{index}].function.name", "is required and must be a string")

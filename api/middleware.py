@@ -97,7 +97,7 @@ class Edge:
     async def _serve(
         self, scope: dict[str, Any], body: Body, line: RequestLine, answer: Answer, departure: Departure
     ) -> None:
-        path, method = routes.normal_path(scope["path"]), scope["method"]
+        path, method = routes.normal_path(routes.origin_form(scope["path"])), scope["method"]
         route = routes.find(path)
         answer.headers += self._cors.allowed(scope["headers"])
         if route is None:

@@ -110,7 +110,7 @@ class NormalizedChat:
     only.
 
     top_logprobs: -1 none. template_kwargs: enable_thinking first. messages: the client's, with the sentence of JSON
-    mode.
+    mode. otherwise: the same with that sentence where no system message is needed for it.
     """
 
     model: str
@@ -124,6 +124,7 @@ class NormalizedChat:
     tools: Tools = Tools()
     response_format: ResponseFormat = ResponseFormat()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    otherwise: list[dict[str, Any]] | None = None
     priority: int | None = None
     ignored: tuple[str, ...] = ()
 
@@ -137,6 +138,7 @@ def normalize_chat(body: dict[str, Any], max_tokens: int, strict: bool = False) 
     return NormalizedChat(
         model=model,
         messages=with_json_sentence(messages, response_format),
+        otherwise=with_json_sentence_in_place(messages, response_format),
         max_tokens=take_count(body, ("max_tokens", "max_completion_tokens"), DEFAULT_MAX_TOKENS, max_tokens),
         stream=take_stream(body),
         stop=take_stop(body),
@@ -219,14 +221,37 @@ def take_response_format(body: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat(kind, schema or None, bool(strict))
 
 
+def json_sentence(wanted: ResponseFormat) -> str:
+    """What asks for JSON."""
+    schema = f" It must match this JSON schema: {json.dumps(wanted.schema, ensure_ascii=False)}" if wanted.schema else ""
+    return ONE_OBJECT + schema
+
+
 def with_json_sentence(messages: list[dict[str, Any]], wanted: ResponseFormat) -> list[dict[str, Any]]:
     """`messages` with the sentence that asks for JSON: at the end of a first system message, or in front."""
     if not wanted.json_mode:
         return messages
-    sentence = ONE_OBJECT
-    if wanted.schema:
-        sentence += f" It must match this JSON schema: {json.dumps(wanted.schema, ensure_ascii=False)}"
     first = messages[0]
     if first["role"] == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content'].rstrip()}\n\n{sentence}"}, *messages[1:]]
-    return [{"role": "system", "content": sentence}, *messages]
+        return [_with(first, json_sentence(wanted)), *messages[1:]]
+    return [{"role": "system", "content": json_sentence(wanted)}, *messages]
+
+
+def with_json_sentence_in_place(messages: list[dict[str, Any]], wanted: ResponseFormat) -> list[dict[str, Any]] | None:
+    """For templates that refuse the system message: at the end of the first developer's or user's message.
+
+    None: there is none, or no JSON is wanted.
+    """
+    if not wanted.json_mode:
+        return None
+    for index, message in enumerate(messages):
+        if message["role"] in ("developer", "user") and isinstance(message.get("content"), str | list):
+            return [*messages[:index], _with(message, json_sentence(wanted)), *messages[index + 1 :]]
+    return None
+
+
+def _with(message: dict[str, Any], sentence: str) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": f"{content.rstrip()}\n\n{sentence}"}
+    return {**message, "content": [*content, {"type": "text", "text": f"\n\n{sentence}"}]}

@@ -80,6 +80,9 @@ class PromptSource:
     ) -> Prompt:
         """The ids of a conversation. Raises TemplateComplaint, TooLong."""
         template = self._template(bool(tools))
+        if len(messages) > limit:
+            # Each is a token at the very least, and rendering hundreds of thousands takes many seconds.
+            raise TooLong(len(messages), limit, at_least=True)
         given = {"messages": prepared(messages, template), "tools": tools or None, "kwargs": kwargs}
         text = self._render(template, given)
         self._refuse_monster(text, limit)
@@ -197,11 +200,11 @@ def _with_reasoning_everywhere(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"].get("arguments")
+    arguments = call["function"].get("arguments", "")
     if not isinstance(arguments, str):
         return call
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return call
     if not isinstance(value, dict):

@@ -13,6 +13,8 @@ from typing import Any
 MAX_DEPTH = 128
 # A conversation's own structure is a handful of levels deep; templates recurse over it.
 MAX_DEPTH_MESSAGES = 64
+# By their characters, which strings may hold as well: far past any prompt that a model could take.
+MAX_CONTAINERS, MAX_VALUES = 500_000, 4_000_000
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -42,6 +44,9 @@ def read_object(body: bytes) -> dict[str, Any]:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BadBody("The request body is not valid UTF-8.") from None
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS or body.count(b",") > MAX_VALUES:
+        # Reading more keeps the interpreter, and so everybody's streams, for seconds.
+        raise BadBody(f"The request body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} arrays and objects.")
     value = _decode(text)
     if not isinstance(value, dict):
         raise BadBody("The request body must be a JSON object.")

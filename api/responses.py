@@ -178,6 +178,7 @@ def body_timeout(seconds: float) -> RequestError:
 
 def model_not_found(name: str, served: list[str]) -> RequestError:
     """404 that names what is served."""
+    name = name if len(name) <= 100 else name[:97] + "..."
     return RequestError(
         404, f"Model {name!r} not found. Available: {', '.join(served)}.", code="model_not_found", param="model"
     )

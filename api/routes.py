@@ -39,6 +39,13 @@ ALL = (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE, MODELS, MODEL, HEALTH, READY, PO
 _EXACT = {route.path: route for route in ALL if route is not MODEL}
 
 
+def origin_form(target: str) -> str:
+    """A target's path: clients behind a proxy may name the whole URL (RFC 9112, 3.2.2)."""
+    if not target[:8].lower().startswith(("http://", "https://")):
+        return target
+    return "/" + target.partition("://")[2].partition("/")[2]
+
+
 def normal_path(path: str) -> str:
     """Without its trailing slash."""
     return path[:-1] if len(path) > 1 and path.endswith("/") else path

@@ -37,7 +37,8 @@ class Tokens:
         self._eats_right = frozenset(token.content for token in flags.values() if token.rstrip)
         self._eats_left = frozenset(token.content for token in flags.values() if token.lstrip)
         self._pattern = any_of(self.added)
-        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # One past the largest id: some vocabularies have gaps.
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.longest = max((len(self._tokenizer.id_to_token(i) or "") for i in range(self.size)), default=1) or 1
         self._first_word_differs = _prepends_to_first_word(self._tokenizer)
 

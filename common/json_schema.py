@@ -8,6 +8,7 @@ options.
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
@@ -30,7 +31,8 @@ _ENFORCED = {
 # These say nothing about which values are allowed.
 _ANNOTATIONS = {
     "$anchor", "$schema", "$id", "id", "$comment", "title", "description", "default", "readOnly", "writeOnly",
-    "examples", "example", "deprecated", "contentMediaType", "contentEncoding",
+    "examples", "example", "deprecated", "contentMediaType", "contentEncoding", "$vocabulary", "$dynamicAnchor",
+    "discriminator",
 }  # fmt: skip
 
 
@@ -63,6 +65,66 @@ def check_schema(schema: str) -> tuple[bool, str, list[str]]:
         return False, _one_line(words[0] if words else "it cannot be compiled"), []
     left_out = {keyword for line in words for keyword in _keywords(line)} | set(_unknown(json.loads(schema)))
     return True, "", sorted(left_out)
+
+
+@dataclass(frozen=True)
+class Enforceable:
+    """text: the schema as far as it can be enforced; "": it is none. why: what is wrong with the one that was given.
+    left_out: keywords of it that are not enforced."""
+
+    text: str
+    why: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+def enforceable(schema: str) -> Enforceable:
+    """As much of a schema (JSON text) as can be enforced, found by leaving out what llguidance refuses."""
+    usable, why, left_out = check_schema(schema)
+    if usable:
+        return Enforceable(schema, "", tuple(left_out))
+    try:
+        less, dropped = _without_the_refusable(json.loads(schema))
+    except (ValueError, RecursionError):
+        return Enforceable("", why)
+    usable, _, left_out = check_schema(json.dumps(less, ensure_ascii=False)) if dropped else (False, "", [])
+    if not usable:
+        return Enforceable("", why)
+    return Enforceable(json.dumps(less, ensure_ascii=False), why, tuple(sorted({*left_out, *dropped})))
+
+
+def _without_the_refusable(schema: Any) -> tuple[Any, set[str]]:
+    """The schema without keywords of valid schemas that llguidance has errors for instead of warnings: patterns that it
+    cannot compile or combine, numbers past 64 bits, unknown dialects. And their names, where they restrict something."""
+    dropped: set[str] = set()
+
+    def walk(node: Any, of_keywords: bool) -> Any:
+        if isinstance(node, list):
+            return [walk(one, of_keywords) for one in node]
+        if not isinstance(node, dict):
+            return node
+        kept = {}
+        for key, value in node.items():
+            if of_keywords and (key in _REFUSABLE or (_is_number(value) and abs(value) > _LARGEST)):
+                dropped.update({key} - _ANNOTATIONS)
+            elif of_keywords and key in ("const", "enum"):
+                kept[key] = value
+            elif of_keywords and key in _ANNOTATIONS:
+                continue
+            else:
+                kept[key] = walk(value, not (of_keywords and key in _NAMED))
+        return kept
+
+    less = walk(schema, True)
+    return less, dropped or ({"$schema"} if less != schema else set())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Exactly held by what llguidance computes with.
+_LARGEST = 2**53
+_REFUSABLE = {"pattern", "patternProperties", "propertyNames"}
 
 
 def inline(schema: Any) -> str:

@@ -95,6 +95,8 @@ def _arguments(writer: "_Writer", form: Arguments, parameters: Schema, never: st
     never: what no text may hold, for it would end the block.
     """
     properties: dict[str, Any] = parameters.get("properties") or {}
+    if not properties and {"$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
+        raise Unsupported("tool_choice: this model's tool calls need the arguments' names at the root of the schema")
     listed = parameters.get("required")
     required = set(listed) if isinstance(listed, list) else set()
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}

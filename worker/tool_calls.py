@@ -71,11 +71,20 @@ def _as_parsers_read_it(tool: dict[str, Any]) -> dict[str, Any]:
     """A definition as mlx-lm's parsers expect one: with parameters, and with properties that are objects and say
     themselves what they are."""
     function = tool["function"]
-    parameters = function.get("parameters") or {}
+    parameters = rooted(function.get("parameters") or {})
     properties = parameters.get("properties")
     found = properties.items() if isinstance(properties, dict) else ()
     known = {name: resolved(schema, parameters) for name, schema in found}
     return tool | {"function": function | {"parameters": parameters | {"properties": known}}}
+
+
+def rooted(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A schema with its properties at the root, where a $ref or an allOf of one part has them elsewhere."""
+    only = parameters.get("allOf")
+    if isinstance(only, list) and len(only) == 1 and isinstance(only[0], dict):
+        parameters = {key: value for key, value in parameters.items() if key != "allOf"} | only[0]
+    found = resolved(parameters, parameters)
+    return found | {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
 
 
 def resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:

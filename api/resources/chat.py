@@ -40,8 +40,8 @@ class Chat:
             req, self._generation, lambda body: normalize_chat(body, settings.max_tokens, settings.strict_fields)
         )
         model = self._generation.model(chat.model)
-        exchange, enforced, left_out = await self._generation.begin_chat(chat, model, line)
-        list_ignored(resp, [*chat.ignored, *exchange.ignored, *left_out])
+        exchange = await self._generation.begin_chat(chat, model, line)
+        list_ignored(resp, (*chat.ignored, *exchange.ignored))
         await exchange.accepted()
         line.queue_ms = exchange.queue_ms
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}")
@@ -51,16 +51,16 @@ class Chat:
             )
             answer_stream(resp, stream, exchange, line)
         else:
-            body = await self._whole(chat, exchange, form, enforced)
+            body = await self._whole(chat, exchange, form)
             answer_whole(resp, body, exchange, line)
 
-    async def _whole(self, chat: NormalizedChat, exchange: Exchange, form: ChatFormat, enforced: bool) -> bytes:
+    async def _whole(self, chat: NormalizedChat, exchange: Exchange, form: ChatFormat) -> bytes:
         await exchange.finished()
         choices = [Choice(index) for index in range(chat.n)]
         for choice, ticket in zip(choices, exchange.tickets, strict=True):
             choice.add(ticket.take(), form.call_ids)
             choice.finish_reason = ticket.outcome.value if ticket.outcome else ""
-            if chat.response_format.json_mode and not enforced:
+            if chat.response_format.json_mode and not exchange.enforced:
                 choice.content = [await self._reduced("".join(choice.content))]
         return form.whole(choices, [ticket.summary for ticket in exchange.tickets])
 

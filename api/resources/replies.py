@@ -25,6 +25,7 @@ T = TypeVar("T")
 BESIDE_THE_LOOP_BYTES = 32768
 # Header values have to stay far below the 8 KB that servers and proxies take.
 IGNORED_BYTES = 1024
+MOST_NAME = 64
 
 
 async def read_body(req: falcon.asgi.Request, generation: Generation, normalize: Callable[[dict[str, Any]], T]) -> T:
@@ -98,7 +99,7 @@ def ignored_header(names: Sequence[str]) -> str:
     """The names, comma-separated; what would make the header too long is only counted."""
     value = ""
     for count, name in enumerate(names):
-        encoded = quote(name, safe="!#$&'*+-.^_`|~")
+        encoded = quote(name[:MOST_NAME], safe="!#$&'*+-.^_`|~")
         if len(value) + len(encoded) > IGNORED_BYTES:
             return f"{value}, and {len(names) - count} more" if value else f"{len(names)} fields"
         value = f"{value}, {encoded}" if value else encoded

@@ -55,5 +55,8 @@ class Detokenize:
         name, ids = await read_body(req, self._generation, normalize_detokenization)
         await self._generation.catalog.refresh()
         model = self._generation.model_or_only(name)
+        if len(ids) > MOST_CONTEXTS * model.context:
+            message = f"tokens: {len(ids)} ids are more than {MOST_CONTEXTS} contexts of {model.context}."
+            raise RequestError(400, message, code="context_length_exceeded", param="tokens")
         check_ids([ids], model, "tokens")
         resp.media = {"prompt": await self._generation.in_thread(model.prompts.tokens.decode, ids)}

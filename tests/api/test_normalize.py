@@ -324,3 +324,29 @@ def test_anything_is_normalized_and_packs_or_is_a_400(fields: dict[str, Any]) ->
         tools=chat.tools.packed(),
     )
     assert unpack_request(pack_request(request)) == request
+
+
+def test_a_template_without_system_messages_finds_the_sentence_of_json_mode_in_place() -> None:
+    asks = {"response_format": {"type": "json_object"}}
+    assert normalized().otherwise is None
+    (user,) = normalized(**asks).otherwise or []
+    assert user["role"] == "user" and user["content"].endswith(f"\n\n{ONE_OBJECT}")
+    parts = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    system, user = normalized(messages=parts, **asks).otherwise or []
+    assert system == parts[0] and [part["text"] for part in user["content"]] == ["x", f"\n\n{ONE_OBJECT}"]
+    assert parts[1]["content"] == [{"type": "text", "text": "x"}]
+    developer, _ = normalized(messages=[{"role": "developer", "content": "d"}, *parts[1:]], **asks).otherwise or []
+    assert developer == {"role": "developer", "content": f"d\n\n{ONE_OBJECT}"}
+    assert normalized(messages=[{"role": "assistant", "content": "x"}], **asks).otherwise is None
+
+
+def test_calls_in_a_history_may_leave_out_what_they_lack() -> None:
+    call = {"id": None, "type": None, "function": {"name": "f", "arguments": None}}
+    (first, second) = normalized(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": "x", "tool_calls": []},
+        ]
+    ).messages
+    assert first["tool_calls"] == [{"function": {"name": "f"}}]
+    assert second == {"role": "assistant", "content": "x"}

@@ -317,3 +317,26 @@ def test_templates_have_what_hugging_face_gives_them(tmp_path: Path) -> None:
     with pytest.raises(TemplateComplaint):
         reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
         ids(PromptSource(build(tmp_path / "evil", chat_template=reach)), [user("x")])
+
+
+def test_json_mode_reaches_templates_that_know_no_system_message(source_of: Callable[..., PromptSource]) -> None:
+    given = {"kwargs": {"enable_thinking": False}, "tools": [], "limit": 1000}
+    for style in ("gemma", "mistral"):
+        source = source_of(style)
+        with pytest.raises(TemplateComplaint):
+            source.chat([{"role": "system", "content": "s"}, {"role": "system", "content": "t"}, user("x")], **given)
+        assert source.chat([user("x")], **given).ids
+
+
+def test_more_messages_than_tokens_are_refused_unrendered(source_of: Callable[..., PromptSource]) -> None:
+    with pytest.raises(TooLong, match="at least 200000 tokens"):
+        source_of("qwen3").chat([user("x")] * 200_000, {"enable_thinking": False}, [], 1000)
+
+
+def test_a_call_without_arguments_has_none(source_of: Callable[..., PromptSource]) -> None:
+    source = source_of("qwen3")
+    texts = set()
+    for function in ({"name": "f"}, {"name": "f", "arguments": " "}, {"name": "f", "arguments": "{}"}, {"name": "f", "arguments": {}}):
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        texts.add(source.tokens.decode(source.chat([user("x"), call, user("y")], {"enable_thinking": False}, [], 1000).ids))
+    assert len(texts) == 1 and '"arguments": {}' in texts.pop()

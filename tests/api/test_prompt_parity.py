@@ -40,7 +40,8 @@ def _prepared(style: str, message: dict[str, Any]) -> dict[str, Any]:
         message["tool_calls"] = json.loads(json.dumps(message["tool_calls"]))
         for call in message["tool_calls"]:
             try:
-                value = json.loads(call["function"].get("arguments", ""))
+                # Without arguments a call has none, which is what templates want to hear.
+                value = json.loads(call["function"].get("arguments") or "{}")
             except (TypeError, ValueError):
                 continue
             if isinstance(value, dict):

@@ -86,3 +86,9 @@ def test_any_object_is_read_as_it_was_written(value: dict[str, object]) -> None:
         except UnicodeEncodeError:
             continue
         assert read_object(body) == value
+
+
+@pytest.mark.parametrize("filling", [b"[]," * 500_001, b"0," * 4_000_001])
+def test_a_body_of_millions_of_values_is_refused_unread(filling: bytes) -> None:
+    with pytest.raises(BadBody, match="more than"):
+        read_object(b'{"x":[' + filling + b"0]}")

@@ -12,7 +12,7 @@ import pytest
 
 from common.generation import GenerationRequest, Sampling
 from common.ids import RequestId
-from common.json_schema import LARK, check_schema
+from common.json_schema import LARK, check_schema, enforceable
 from tests.worker.driving import Reply, run, rid
 from worker.call_syntax import SYNTAXES
 from worker.engine import Markup
@@ -257,3 +257,30 @@ def test_hidden_options_of_the_compiler_do_not_reach_it(grammars: Grammars, engi
     hidden = json.dumps(json.loads(PERSON) | {"x-guidance": {"item_separator": ", +", "whitespace_pattern": " *"}})
     text = solo(engine, asked(hidden)).text
     assert json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False) == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"type": "string", "pattern": "^(?=.*[A-Z]).{8,}$"}, ("pattern",)),
+        ({"type": "integer", "maximum": 2**64}, ("maximum",)),
+        ({"type": "number", "minimum": 1e308}, ("minimum",)),
+        ({"type": "integer", "default": 2**64, "$schema": "foo"}, ("$schema",)),
+        ({"properties": {"pattern": {"type": "string", "pattern": "\\b", "not": {}}}}, ("not", "pattern")),
+        ({"type": "object", "patternProperties": {"a": {"type": "string"}, "^a": {"type": "number"}}}, ("patternProperties",)),
+        ({"enum": [{"pattern": "x"}]}, ()),
+        ({"type": "string", "discriminator": {"propertyName": "x"}}, ()),
+    ],
+)
+def test_what_cannot_be_enforced_is_left_out_of_a_schema_that_is_one(schema: object, left_out: tuple[str, ...]) -> None:
+    found = enforceable(json.dumps(schema))
+    assert found.text and found.left_out == left_out
+    assert check_schema(found.text)[0]
+    if left_out == ("not", "pattern"):
+        assert json.loads(found.text)["properties"]["pattern"]["type"] == "string"
+
+
+@pytest.mark.parametrize("schema", [{"type": "wrong"}, {"$ref": "#/nowhere"}, {"pattern": "(?=a)b", "minimum": "x"}])
+def test_what_is_no_schema_stays_refused(schema: object) -> None:
+    found = enforceable(json.dumps(schema))
+    assert not found.text and found.why
