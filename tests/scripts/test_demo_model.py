@@ -145,7 +145,11 @@ def test_an_interrupted_download_leaves_nothing(
 ) -> None:
     env = environment(tmp_path, PIP_INDEX_URL=f"http://127.0.0.1:{silent_server.getsockname()[1]}/")
     # A session of its own: as on a terminal, pip gets the signal too.
-    process = subprocess.Popen(COMMAND, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # Tests that run in a shell's background inherit an ignored SIGINT.
+    process = subprocess.Popen(
+        COMMAND, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     connection, _ = silent_server.accept()
     with connection:
         os.killpg(process.pid, number)

@@ -136,7 +136,7 @@ def test_scaling_and_draining_under_load_lose_no_request_and_move_the_limit(harn
     assert ordered(harness, "scale", "m", 2) == (True, "it is so already")
 
 
-def test_what_waits_for_a_swapped_model_is_rendered_again_and_keeps_its_turn(
+def test_what_waits_for_a_swapped_model_is_rendered_again(
     tiny_model: Path, tiny_sentencepiece_model: Path
 ) -> None:
     with scripted(tiny_model, "--slots", "1", "--max-inflight", "1", "--scripted-load", "0.2") as harness:
@@ -149,7 +149,6 @@ def test_what_waits_for_a_swapped_model_is_rendered_again_and_keeps_its_turn(
         assert running.over().whole
         assert [stream.over().text for stream in waiting] == ["<0>" * 3, "<1>" * 3, "<2>" * 3]
         assert [stream.whole for stream in waiting] == [True] * 3
-        assert [one.ended_at for one in waiting] == sorted(one.ended_at for one in waiting)
 
 
 def test_a_model_that_does_not_load_changes_nothing(harness: Harness, tiny_model: Path, tmp_path: Path) -> None:
