@@ -105,14 +105,14 @@ class Chaos:
         leave_after = draw.choice([None, None, None, 0, 2])
         began = time.monotonic()
         try:
-            kind = await self.exchange(http, body, "".join(words), leave_after)
+            kind = await self.exchange(http, body, "".join(words), leave_after, tag)
         except Violation as error:
             self.violations.append(f"{error} (request {tag}, {fault or 'no fault'}, {body['stream']=}, n {body['n']})")
             kind = "violation"
         except (httpx.HTTPError, OSError) as error:
             kind = f"broken: {type(error).__name__}"
             if isinstance(error, httpx.TimeoutException) and time.monotonic() - began >= HANG_S - 1:
-                self.violations.append(f"hung for {HANG_S:g} s (request {tag})")
+                self.violations.append(f"hung for {HANG_S:g} s (request {tag}; latest deeds: {', '.join(self.latest)})")
             elif began < self.api_hurt_at + 3 or time.monotonic() - self.api_hurt_at < 8:
                 kind = "broken with its api process"
             else:
@@ -124,9 +124,12 @@ class Chaos:
                 )
         self.ends[kind] += 1
 
-    async def exchange(self, http: httpx.AsyncClient, body: dict[str, Any], expected: str, leave_after: int | None) -> str:
+    async def exchange(
+        self, http: httpx.AsyncClient, body: dict[str, Any], expected: str, leave_after: int | None, tag: str
+    ) -> str:
         """One HTTP exchange; how it ended. Raises Violation."""
-        async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        headers = {"x-request-id": tag}
+        async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
             if reply.status_code != 200:
                 return self.refusal(reply.status_code, await reply.aread())
             if body["stream"]:
