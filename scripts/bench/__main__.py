@@ -18,6 +18,7 @@ MODULES = {
     "relay": "relay",
     "queue": "queue_cost",
     "api": "api_cost",
+    "departure": "departure",
     "memory": "memory",
     "startup": "startup",
     "changes": "changes",
