@@ -207,9 +207,11 @@ class Switchboard:
     def _goodbye(self, record: PeerRecord, message: Goodbye, now: float) -> list[Effect]:
         note = Note(f"{record.role} leaves", {"name": record.name, "reason": message.reason})
         if record.role == "worker":
-            # It stays connected while it finishes what it has; a second GOODBYE says that it is done.
-            if self.ledger.workers[record.id].leaving:
+            # It stays connected while it finishes what it has; its second GOODBYE says that it is done. That it takes
+            # nothing new says less: we drain one of our own accord, and its first GOODBYE comes after that.
+            if record.said_goodbye:
                 return self._lost(record, "left", now, charge=False)
+            record.said_goodbye = True
             return [note, *self.ledger.worker_leaving(record.id, now)]
         return self._lost(record, "left", now)
 
@@ -246,7 +248,8 @@ class Switchboard:
         for record in self.roster.of_role("worker"):
             worker = self.ledger.workers[record.id]
             if record.id in self._replacing:
-                if not worker.leases and now >= self._replacing[record.id]:
+                # Who has said GOODBYE has been told.
+                if not (worker.leases or record.said_goodbye) and now >= self._replacing[record.id]:
                     self._replacing[record.id] = now + ORDER_AGAIN_S
                     effects.append(ToPool(Order("restart", record.name, record.pid, "over its share of memory")))
             elif self.overgrown.due(record.id, record.name, now) and self._may_leave(worker.facts.model):

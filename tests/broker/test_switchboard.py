@@ -339,6 +339,19 @@ def test_a_worker_over_its_share_takes_no_new_work_and_is_started_again_when_it_
     assert restarts(board.core.tick(board.now + 20)) == []
 
 
+def test_a_worker_that_drains_for_its_memory_and_is_then_told_to_end_finishes_what_it_runs() -> None:
+    board = grown()
+    alive(board, API, POOL, b"m-0", b"m-1")
+    board.core.tick(board.now)
+    assert Relay(API) in board.say(b"m-0", Tokens(A, 1, 0))
+    assert not hangups(board.say(b"m-0", Goodbye("told to end")))
+    assert board.say(b"m-0", Tokens(A, 1, 1)) == [Relay(API)]
+    assert Relay(API) in board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 2))
+    # It has been told to end: nobody has to tell it again.
+    assert restarts(board.core.tick(board.now)) == []
+    assert hangups(board.say(b"m-0", Goodbye("done"))) == [b"m-0"]
+
+
 def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
     board = grown(3)
     board.say(b"m-1", OVER)
@@ -347,6 +360,7 @@ def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
     board.core.tick(board.now)
     assert [row["state"] for row in board.core.snapshot(board.now)["workers"]] == ["draining", "ready", "ready"]
     board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    board.say(b"m-0", Goodbye("told to end"))
     board.say(b"m-0", Goodbye("done"))
     loading = [Child(f"m-{number}", "m", number + 1, "ready", 0, None, []) for number in (1, 2)]
     board.say(POOL, PoolState([ModelPlan("m", 3, 2, "ready", 500, 1000)], [Child("m-0", "m", 9, "loading", 1, 0, []), *loading]))
