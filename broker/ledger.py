@@ -386,33 +386,45 @@ class Ledger:
     def _next_dispatch(
         self, model: Model, workers: list[Worker], effects: list[Effect], now: float
     ) -> tuple[Request, Worker] | None:
-        """Who goes next, and where. Requests that no worker could ever take end here."""
-        blocked: list[Request] = []
+        """Who goes next, and where. Requests that no worker could ever take end here.
+
+        A request that is blocked stands in the way only of those who want the same workers: who waits for full ones
+        only is passed by, and is not passed over.
+        """
+        blocked: list[tuple[Request, list[Worker]]] = []
         unservable: list[tuple[Request, Outcome]] = []
         stale: list[Request] = []
         choice = None
-        if any(worker.free > 0 for worker in workers):
-            for id in model.line.order(now):
-                request = self.requests[id]
-                able = [worker for worker in workers if policy.serves(worker, request)]
-                if not able:
-                    stale.append(request)
-                elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
-                    unservable.append((request, Outcome.TOO_LONG))
-                elif (worker := policy.choose_worker(able, request, self._read(model, request))) is not None:
-                    choice = request, worker
-                    break
-                else:
-                    blocked.append(request)
-                    if request.passed_over >= policy.MAX_PASSED_OVER or len(blocked) >= policy.LOOKAHEAD:
-                        break
+        # Workers with a free slot, and how many blocked requests stand before each.
+        open_ = {worker.peer: 0 for worker in workers if worker.free > 0}
+        for scanned, id in enumerate(model.line.order(now) if open_ else ()):
+            if not open_ or scanned >= policy.SCAN:
+                break
+            request = self.requests[id]
+            able = [worker for worker in workers if policy.serves(worker, request)]
+            if not able:
+                stale.append(request)
+                continue
+            if not any(policy.fits_empty(worker, request.tokens) for worker in able):
+                unservable.append((request, Outcome.TOO_LONG))
+                continue
+            wanted = [worker for worker in able if worker.peer in open_ and policy.waits_for(worker, request)]
+            worker = policy.choose_worker(wanted, request, self._read(model, request)) if wanted else None
+            if worker is not None:
+                choice = request, worker
+                break
+            blocked.append((request, wanted))
+            for worker in wanted:
+                open_[worker.peer] += 1
+                if request.passed_over >= policy.MAX_PASSED_OVER or open_[worker.peer] >= policy.LOOKAHEAD:
+                    del open_[worker.peer]
         for request, outcome in unservable:
             effects += self._close(request, outcome, now, dispatch=False)
         for request in stale:
             effects.append(self._send_back(request, model, now))
         if choice is not None:
-            for request in blocked:
-                request.passed_over += 1
+            for request, wanted in blocked:
+                request.passed_over += any(worker is choice[1] for worker in wanted)
         return choice
 
     def _read(self, model: Model, request: Request) -> dict[PeerId, int]:

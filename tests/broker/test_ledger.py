@@ -193,6 +193,61 @@ def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
     assert dispatched(book.done(1)) == [(2, 1, b"w0")]
 
 
+@pytest.mark.parametrize("waiting", [2, policy.LOOKAHEAD + 1])
+def test_who_waits_for_full_workers_keeps_nobody_from_others(waiting: int) -> None:
+    """As in a swap: the new worker serves beside the old one, whose line is long."""
+    book = Book(slots=2, max_queue=10_000)
+    for number in range(2 + waiting):
+        book.submit(number)
+    book.join(b"w1", slots=4, fingerprint="new")
+    for number in range(1000, 1000 + 2 * policy.MAX_PASSED_OVER):
+        assert dispatched(book.submit(number, fingerprint="new")) == [(number, 1, b"w1")]
+        book.done(number, b"w1")
+    assert not any(request.passed_over for request in book.ledger.requests.values())
+    assert dispatched(book.done(0)) == [(2, 1, b"w0")]
+
+
+def test_a_request_whose_turn_has_come_keeps_only_the_workers_that_it_waits_for() -> None:
+    book = Book(slots=2, kv_tokens=100, max_queue=99)
+    book.join(b"w1", slots=4, fingerprint="new")
+    book.submit(1, tokens=40)
+    book.submit(2, tokens=90)
+    for number in range(10, 10 + policy.MAX_PASSED_OVER):
+        assert dispatched(book.submit(number, tokens=40)) == [(number, 1, b"w0")]
+        book.done(number)
+    assert dispatched(book.submit(50, tokens=40)) == []
+    assert dispatched(book.submit(51, tokens=40, fingerprint="new")) == [(51, 1, b"w1")]
+    assert dispatched(book.done(1)) == [(2, 1, b"w0")]
+
+
+def test_with_one_fingerprint_a_dispatch_looks_no_further_than_it_may_overtake() -> None:
+    book = Book(slots=2, kv_tokens=100, max_queue=2000)
+    for number in range(60):
+        book.submit(number, tokens=90)
+    looked = 0
+
+    def count(prefix: bytes) -> dict[bytes, int]:
+        nonlocal looked
+        looked += 1
+        return {}
+
+    book.ledger.models["m"].prefixes.read = count  # type: ignore[method-assign]
+    assert dispatched(book.submit(5000, tokens=90)) == [] and 0 < looked <= policy.LOOKAHEAD
+
+
+def test_with_two_fingerprints_a_dispatch_looks_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = Book(slots=2, max_queue=99)
+    for number in range(2 + 20):
+        book.submit(number)
+    book.join(b"w1", fingerprint="new")
+    looked = set()
+    serves = policy.serves
+    monkeypatch.setattr(policy, "serves", lambda worker, request: looked.add(request.id) or serves(worker, request))
+    monkeypatch.setattr(policy, "SCAN", 8)
+    book.ledger.planned([ModelPlan("m", 2, 2, "ready", 1000, 0)], 0.0)
+    assert len(looked) == 8
+
+
 def test_what_fits_no_empty_worker_is_refused() -> None:
     book = Book(kv_tokens=100)
     assert ends(book.submit(1, tokens=101)) == {1: Outcome.TOO_LONG}
