@@ -34,7 +34,11 @@ def check(ledger: Ledger, now: float) -> None:
     for model in ledger.models.values():
         _check_model(ledger, model.name, now)
         _check_queue(model)
-        assert model.prefixes.readers() <= ledger.workers.keys(), "a worker that is gone is remembered"
+        taking = {worker.peer: worker for worker in ledger.workers_of(model.name) if not worker.leaving}
+        assert model.prefixes.readers() <= taking.keys(), "a worker that takes nothing is remembered"
+        for id in model.line if taking else ():
+            served = any(policy.serves(worker, ledger.requests[id]) for worker in taking.values())
+            assert served, "somebody waits who is served by nobody"
 
 
 def _check_model(ledger: Ledger, name: str, now: float) -> None:

@@ -71,6 +71,8 @@ BROKEN = {
     "displaced while it runs": ("        model.queue.discard(request.id, request.key)\n        if request.prefix", "        if request.prefix"),
     "the displaced are not told": ("effects.append(ToApi(request.api, self._rejected(id,", "(ToApi(request.api, self._rejected(id,"),
     "the dead are still readers": ("self.models[worker.facts.model].prefixes.forget(peer)\n        for", "for"),
+    "what became stale waits on": ("if not served:", "if True:"),
+    "who leaves is still a reader": ("if not self.workers[peer].leaving and", "if"),
     "the displaced keep their place": ('self._end(request, None, now, "displaced")', "pass"),
 }
 
