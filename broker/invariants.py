@@ -34,7 +34,11 @@ def check(ledger: Ledger, now: float) -> None:
     for model in ledger.models.values():
         _check_model(ledger, model.name, now)
         _check_queue(model)
-        assert model.prefixes.readers() <= ledger.workers.keys(), "a worker that is gone is remembered"
+        taking = {worker.peer: worker for worker in ledger.workers_of(model.name) if not worker.leaving}
+        assert model.prefixes.readers() <= taking.keys(), "a worker that takes nothing is remembered"
+        for id in model.line if taking else ():
+            served = any(policy.serves(worker, ledger.requests[id]) for worker in taking.values())
+            assert served, "somebody waits who is served by nobody"
 
 
 def _check_model(ledger: Ledger, name: str, now: float) -> None:
@@ -50,9 +54,12 @@ def _check_model(ledger: Ledger, name: str, now: float) -> None:
     for arrivals in lines.values():
         assert arrivals == sorted(arrivals), "a key's own requests are out of order"
     if model.line and ledger.may_run_more(model):
-        head = order[0]
-        able = [worker for worker in ledger.workers_of(name) if not worker.leaving]
-        assert policy.choose_worker(able, head) is None, "somebody waits while a worker could take him"
+        for worker in ledger.workers_of(name):
+            # Whoever else waits, for full workers or for another fingerprint, keeps nobody from this one.
+            head = next((request for request in order if policy.waits_for(worker, request)), None)
+            assert head is None or not worker.free or not policy.fits(worker, head.tokens), (
+                "somebody waits while a worker could take him"
+            )
     if isinstance(ledger._settings.max_inflight, int):
         assert ledger.inflight(name) <= ledger._settings.max_inflight, "more run than the operator allows"
 

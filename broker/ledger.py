@@ -107,7 +107,8 @@ class Ledger:
         for id in ids:
             request = self.requests.get(id)
             if request is not None and request.api == api and request.phase is Phase.RESERVED:
-                self._end(request, None, now)
+                # What ran once has begun for its client: it counts.
+                self._end(request, None if request.untouched else Outcome.CANCELLED, now)
         return []
 
     def submit(self, api: PeerId, message: Submit, payload: bytes, now: float) -> list[Effect]:
@@ -130,7 +131,8 @@ class Ledger:
         self._deadlines.set(("total", request.id), request.reserved_at + self._settings.request_timeout)
         self._wait(request, now)
         model = self.models[request.model]
-        return self._dispatch(model, now) + self._end_hopeless(model, now)
+        effects = self._send_back_stale(model, [request.id], now)
+        return effects + self._dispatch(model, now) + self._end_hopeless(model, now)
 
     def cancel(self, api: PeerId, id: RequestId, now: float) -> list[Effect]:
         """Nobody waits for it any more. Idempotent; somebody else's request is not touched."""
@@ -164,7 +166,7 @@ class Ledger:
         assert peer not in self.workers
         self.workers[peer] = Worker(peer, name, facts)
         model = self._model(facts.model)
-        return self._dispatch(model, now)
+        return self._send_back_stale(model, model.line, now) + self._dispatch(model, now)
 
     def worker_leaving(self, peer: PeerId, now: float) -> list[Effect]:
         """It takes no new work and finishes what it has."""
@@ -172,8 +174,10 @@ class Ledger:
         if worker is None:
             return []
         worker.leaving = True
-        self.models[worker.facts.model].prefixes.forget(peer)
-        return self._end_hopeless(self.models[worker.facts.model], now)
+        model = self.models[worker.facts.model]
+        model.prefixes.forget(peer)
+        effects = self._send_back_stale(model, model.line, now)
+        return effects + self._dispatch(model, now) + self._end_hopeless(model, now)
 
     def worker_lost(self, peer: PeerId, now: float, *, charge: bool = True) -> list[Effect]:
         """All its slots go with it. charge: a death, and not a session that ended or a worker that was asked to go."""
@@ -195,6 +199,7 @@ class Ledger:
             else:
                 self._wait(request, now)
         model = self.models[worker.facts.model]
+        effects += self._send_back_stale(model, model.line, now)
         effects += self._dispatch(model, now)
         return effects + self._end_hopeless(model, now)
 
@@ -231,7 +236,7 @@ class Ledger:
             request.payload = b""
             model = self.models[request.model]
             model.histograms["time_to_first_token"].observe(now - request.submitted_at)
-            if self._has_choice(model):
+            if not self.workers[peer].leaving and self._has_choice(model, request):
                 model.prefixes.add(request.prefix, peer)
             self.traces.mark(id, "first_tokens", now)
         return [Relay(request.api)]
@@ -281,8 +286,10 @@ class Ledger:
             if request is None:
                 continue
             if kind == "reservation":
-                effects.append(ToApi(request.api, Rejected(id, Outcome.NOT_RESERVED, 0)))
-                self._end(request, None, now)
+                # One that ran, lost its worker and was sent back has begun for its client: it counts.
+                outcome = Outcome.NOT_RESERVED if request.untouched else Outcome.STALE_MODEL
+                effects.append(ToApi(request.api, Rejected(id, outcome, 0)))
+                self._end(request, None if request.untouched else outcome, now)
             elif kind == "queue":
                 effects += self._close(request, Outcome.QUEUE_TIMEOUT, now)
             else:
@@ -386,45 +393,57 @@ class Ledger:
     def _next_dispatch(
         self, model: Model, workers: list[Worker], effects: list[Effect], now: float
     ) -> tuple[Request, Worker] | None:
-        """Who goes next, and where. Requests that no worker could ever take end here."""
-        blocked: list[Request] = []
-        unservable: list[tuple[Request, Outcome]] = []
-        stale: list[Request] = []
+        """Who goes next, and where. Requests that no worker could ever take end here.
+
+        A request that is blocked stands in the way only of those who want the same workers: who waits for full ones
+        only is passed by, and is not passed over.
+        """
+        blocked: list[tuple[Request, list[Worker]]] = []
+        unservable: list[Request] = []
         choice = None
-        if any(worker.free > 0 for worker in workers):
-            for id in model.line.order(now):
-                request = self.requests[id]
-                able = [worker for worker in workers if policy.serves(worker, request)]
-                if not able:
-                    stale.append(request)
-                elif not any(policy.fits_empty(worker, request.tokens) for worker in able):
-                    unservable.append((request, Outcome.TOO_LONG))
-                elif (worker := policy.choose_worker(able, request, self._read(model, request))) is not None:
-                    choice = request, worker
-                    break
-                else:
-                    blocked.append(request)
-                    if request.passed_over >= policy.MAX_PASSED_OVER or len(blocked) >= policy.LOOKAHEAD:
-                        break
-        for request, outcome in unservable:
-            effects += self._close(request, outcome, now, dispatch=False)
-        for request in stale:
-            effects.append(self._send_back(request, model, now))
+        # Workers with a free slot, and how many blocked requests stand before each.
+        open_ = {worker.peer: 0 for worker in workers if worker.free > 0}
+        for scanned, id in enumerate(model.line.order(now) if open_ else ()):
+            if not open_ or scanned >= policy.SCAN:
+                break
+            request = self.requests[id]
+            able = [worker for worker in workers if policy.waits_for(worker, request)]
+            if not able:
+                # Somebody serves it, or it would have been sent back.
+                unservable.append(request)
+                continue
+            wanted = [worker for worker in able if worker.peer in open_]
+            worker = policy.choose_worker(wanted, request, self._read(model, request)) if wanted else None
+            if worker is not None:
+                choice = request, worker
+                break
+            blocked.append((request, wanted))
+            for worker in wanted:
+                open_[worker.peer] += 1
+                if request.passed_over >= policy.MAX_PASSED_OVER or open_[worker.peer] >= policy.LOOKAHEAD:
+                    del open_[worker.peer]
+        for request in unservable:
+            effects += self._close(request, Outcome.TOO_LONG, now, dispatch=False)
         if choice is not None:
-            for request in blocked:
-                request.passed_over += 1
+            for request, wanted in blocked:
+                request.passed_over += any(worker is choice[1] for worker in wanted)
         return choice
 
     def _read(self, model: Model, request: Request) -> dict[PeerId, int]:
         """How much of its prompt workers are known to have read."""
         return model.prefixes.read(request.prefix) if self._settings.prefix_routing else {}
 
-    def _has_choice(self, model: Model) -> bool:
+    def _takers(self, model: Model, request: Request) -> list[Worker]:
+        """Workers that serve this request and take new ones."""
+        return [w for w in self.workers_of(model.name) if not w.leaving and policy.serves(w, request)]
+
+    def _has_choice(self, model: Model, request: Request) -> bool:
         """With one worker a prefix chooses nothing."""
-        return self._settings.prefix_routing and len(self.workers_of(model.name)) > 1
+        return self._settings.prefix_routing and len(self._takers(model, request)) > 1
 
     def _count_routing(self, model: Model, request: Request, worker: Worker) -> None:
-        read = model.prefixes.read(request.prefix)
+        takers = {taker.peer for taker in self._takers(model, request)}
+        read = {peer: count for peer, count in model.prefixes.read(request.prefix).items() if peer in takers}
         most = max(read.values(), default=0)
         model.routed["new" if not most else "hit" if read.get(worker.peer) == most else "diverted"] += 1
 
@@ -448,6 +467,18 @@ class Ledger:
             self.requests[id].fingerprint = wanted
         return wanted
 
+    def _send_back_stale(self, model: Model, ids: Iterable[RequestId], now: float) -> list[Effect]:
+        """Whoever waits and is served by nobody of those that take new work; while there are none, all wait for whom comes.
+
+        Called whenever there may be such: a dispatch looks at nobody while all workers are full.
+        """
+        served = {worker.facts.fingerprint for worker in self.workers_of(model.name) if not worker.leaving}
+        if not served:
+            return []
+        waiting = [self.requests[id] for id in ids]
+        stale = [request for request in waiting if request.fingerprint and request.fingerprint not in served]
+        return [self._send_back(request, model, now) for request in stale]
+
     def _send_back(self, request: Request, model: Model, now: float) -> Effect:
         """Nobody serves what it was rendered for: it is as if only reserved, but keeps its arrival."""
         model.line.remove(request.id)
@@ -461,7 +492,7 @@ class Ledger:
         model = self.models[request.model]
         model.line.serve(request.id, now)
         model.queue.discard(request.id, request.key)
-        if request.prefix and self._has_choice(model):
+        if request.prefix and self._has_choice(model, request):
             self._count_routing(model, request, worker)
         self._deadlines.drop(("queue", request.id))
         self._dispatches += 1

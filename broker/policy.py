@@ -9,8 +9,11 @@ from common.outcomes import Outcome
 
 # A blocked head may be overtaken by this many smaller requests before nobody passes it any more: half a default batch.
 MAX_PASSED_OVER = 8
-# How far behind a blocked head a smaller request is looked for, which bounds the work of one dispatch.
+# How far behind a blocked head a smaller request for the same worker is looked for.
 LOOKAHEAD = 16
+# How far down the line one dispatch looks past requests that wait for full workers only, as in a swap those of the other
+# fingerprint do: sixteen default queues, at most two milliseconds.
+SCAN = 512
 
 # So many tokens not to be read again are worth one row more beside oneself: about what a row has to read itself, or on a
 # GPU what it costs a reply of some hundred tokens in longer steps.
@@ -48,6 +51,11 @@ def fits(worker: Worker, tokens: int) -> bool:
 def fits_empty(worker: Worker, tokens: int) -> bool:
     """Whether a row of `tokens` would fit if the worker held nothing else."""
     return tokens <= min(worker.facts.kv_tokens, worker.facts.context)
+
+
+def waits_for(worker: Worker, request: Request) -> bool:
+    """Whether this worker would take the request if it held nothing else."""
+    return serves(worker, request) and fits_empty(worker, request.tokens)
 
 
 def serves(worker: Worker, request: Request) -> bool:

@@ -12,7 +12,7 @@ from common.ids import PeerId
 
 @dataclass(slots=True)
 class PeerRecord:
-    """One live session. report: the latest, None before the first."""
+    """One live session. report: the latest, None before the first. said_goodbye: it has asked for no new work."""
 
     id: PeerId
     role: str
@@ -23,6 +23,7 @@ class PeerRecord:
     joined_at: float
     report: Report | None = None
     reported_at: float = 0.0
+    said_goodbye: bool = False
 
 
 class Roster:

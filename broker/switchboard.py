@@ -8,7 +8,7 @@ import msgpack
 
 from broker.ledger import Ledger
 from broker.overgrown import Overgrown
-from broker.records import Answer, Effect, Hangup, Note, Relay, ToApi, ToPool
+from broker.records import Answer, Effect, Hangup, Note, Relay, ToApi, ToPool, Worker
 from broker.roster import PeerRecord, Roster
 from broker.settings import BrokerSettings
 from broker.snapshot import snapshot
@@ -207,9 +207,11 @@ class Switchboard:
     def _goodbye(self, record: PeerRecord, message: Goodbye, now: float) -> list[Effect]:
         note = Note(f"{record.role} leaves", {"name": record.name, "reason": message.reason})
         if record.role == "worker":
-            # It stays connected while it finishes what it has; a second GOODBYE says that it is done.
-            if self.ledger.workers[record.id].leaving:
+            # It stays connected while it finishes what it has; its second GOODBYE says that it is done. That it takes
+            # nothing new says less: we drain one of our own accord, and its first GOODBYE comes after that.
+            if record.said_goodbye:
                 return self._lost(record, "left", now, charge=False)
+            record.said_goodbye = True
             return [note, *self.ledger.worker_leaving(record.id, now)]
         return self._lost(record, "left", now)
 
@@ -231,6 +233,10 @@ class Switchboard:
                     return [Answer(AdminReply(message.question, False, f"no request {message.target!r}"))]
             case _ if not self.roster.of_role("pool"):
                 return [Answer(AdminReply(message.question, False, "there is no pool to carry it out"))]
+            case _ if (leaving := self._leaves_for_its_memory(message.target)) is not None:
+                # The pool still counts it among those that serve.
+                text = f"{leaving} is being replaced for its memory; ask again"
+                return [Answer(AdminReply(message.question, False, text))]
             case action:
                 # Only the pool knows what becomes of it, and says so.
                 self._asked[message.question] = peer
@@ -246,10 +252,11 @@ class Switchboard:
         for record in self.roster.of_role("worker"):
             worker = self.ledger.workers[record.id]
             if record.id in self._replacing:
-                if not worker.leases and now >= self._replacing[record.id]:
+                # Who has said GOODBYE has been told.
+                if not (worker.leases or record.said_goodbye) and now >= self._replacing[record.id]:
                     self._replacing[record.id] = now + ORDER_AGAIN_S
                     effects.append(ToPool(Order("restart", record.name, record.pid, "over its share of memory")))
-            elif self.overgrown.due(record.id, record.name, now) and self._may_leave(worker.facts.model):
+            elif self.overgrown.due(record.id, record.name, now) and self._may_leave(record, worker):
                 self.overgrown.replaced(record.name, now)
                 self._replacing[record.id] = now
                 memory = dict(record.report.memory) if record.report else {}
@@ -257,12 +264,30 @@ class Switchboard:
                 effects += self.ledger.worker_leaving(record.id, now)
         return effects
 
-    def _may_leave(self, model: str) -> bool:
-        """One at a time: not while another worker of the model leaves or comes."""
+    def _may_leave(self, record: PeerRecord, worker: Worker) -> bool:
+        """One at a time, beside another that takes work; who is alone goes in a moment without any.
+
+        Not while another worker of the model leaves or comes, nor while the pool changes what there is. Only a child of
+        the pool: who was started by hand would drain, and nobody could start it again.
+        """
+        child = self.roster.children.get(record.name)
+        if child is None or child.pid != record.pid or self._asked:
+            return False
+        model = worker.facts.model
         coming = ("loading", "backoff", "stopping")
         if any(child.model == model and child.state in coming for child in self.roster.children.values()):
             return False
-        return not any(worker.leaving for worker in self.ledger.workers_of(model))
+        others = [other for other in self.ledger.workers_of(model) if other is not worker]
+        if any(other.leaving for other in others):
+            return False
+        return bool(others) or not worker.leases
+
+    def _leaves_for_its_memory(self, target: str) -> str | None:
+        """Name of a worker that drains for its memory, of the model that is meant ("": any), by its name or a worker's."""
+        child = self.roster.children.get(target)
+        model = child.model if child is not None else target
+        draining = (self.ledger.workers[peer] for peer in self._replacing)
+        return next((worker.name for worker in draining if not target or worker.facts.model == model), None)
 
     def _mistake(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
         self.malformed += 1

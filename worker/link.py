@@ -86,6 +86,8 @@ class Link(threading.Thread):
         # Set for good with the first session.
         self.joined = threading.Event()
         self._leaving = False
+        # In this session: the broker of the next one knows nothing of it.
+        self._said_goodbye = False
         self._closing = False
 
     def post(self, frames: list[tuple[int, bytes, bytes]]) -> None:
@@ -113,7 +115,6 @@ class Link(threading.Thread):
         registered = peer.socket
         poller.register(registered, zmq.POLLIN)
         report_at = 0.0
-        said_goodbye = False
         while True:
             if peer.socket is not registered:
                 poller.unregister(registered)
@@ -128,23 +129,30 @@ class Link(threading.Thread):
             if peer.live and now >= report_at:
                 report_at = now + REPORT_S
                 peer.send(self._report(now))
-            if self._leaving and peer.live and not said_goodbye:
-                said_goodbye = peer.send(Goodbye("told to end"))
+            if self._leaving:
+                self._say_goodbye(peer)
             if closing and not self._outbox:
                 break
         if peer.live:
             # What was counted since the last second.
             peer.send(self._report(time.monotonic()))
-            if not said_goodbye:
-                peer.send(Goodbye("told to end"))
-            peer.send(Goodbye("done"))
+            # Heard as the first, the last one would be a promise to stay, and the exit after it a death.
+            if self._say_goodbye(peer):
+                peer.send(Goodbye("done"))
         peer.close()
         context.term()
+
+    def _say_goodbye(self, peer: Peer) -> bool:
+        """Whether this session's broker has been told, now or before."""
+        if not self._said_goodbye and peer.live:
+            self._said_goodbye = peer.send(Goodbye("told to end"))
+        return self._said_goodbye
 
     def _take(self, peer: Peer) -> None:
         for event in peer.pump():
             if isinstance(event, Joined):
                 self._session += 1
+                self._said_goodbye = False
                 self.joined.set()
                 logs.event("joined the broker", epoch=event.epoch)
             elif isinstance(event, Dropped):

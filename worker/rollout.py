@@ -44,16 +44,18 @@ class Rollout:
         self._pending = list(step.new)
         self._old = list(step.old)
         self._wanted = dict(step.wanted)
-        self._before = {name: core.models[name].workers for name in step.wanted}
+        # Models that this is about, and their workers before; of the others not even a mark is touched.
+        coming = {seat.model for seat in step.new}
+        counts = {name: core.models[name].workers for name in step.wanted}
+        self._before = {name: n for name, n in counts.items() if name in coming or n != step.wanted[name]}
         self._added: list[str] = []
         self._ready: set[str] = set()
         self._retired: list[Seat] = []
         self._undone_because = ""
         self.over = False
         self.succeeded = False
-        for name, count in step.wanted.items():
-            model = core.models[name]
-            model.workers, model.failed, model.early_deaths = count, False, 0
+        for name in self._before:
+            core.try_again(name, step.wanted[name])
 
     @property
     def words(self) -> str:
@@ -165,10 +167,9 @@ class Rollout:
                 effects += self._core.retire(child.name, at_once=True)
         ready = [child.name for child in self._mine() if not child.retiring]
         self._ready = set()
-        self._wanted = self._before
+        self._wanted |= self._before
         for name, count in self._before.items():
-            model = self._core.models[name]
-            model.workers, model.failed, model.early_deaths = count, False, 0
+            self._core.try_again(name, count)
         if self._step.keeps_new:
             self._pending, self._old = self._retired[len(ready) :], []
         else:
@@ -193,9 +194,13 @@ class Rollout:
 
 def _why(child: ChildRecord) -> str:
     if child.state != "failed":
-        return f"{child.name} did not become ready within {LOAD_S:g} s"
+        return _too_slow(child)
     said = f": {child.log[-1]}" if child.log else ""
     return f"{child.name} ended with status {child.exit} before it was ready{said}"
+
+
+def _too_slow(child: ChildRecord) -> str:
+    return f"{child.name} did not become ready within {LOAD_S:g} s"
 
 
 class Restart:
@@ -208,14 +213,22 @@ class Restart:
             child.name for child in core.children.values() if target in ("", child.name, child.model) and not child.retiring
         ]
         self.words = f"a restart of {target or 'all workers'}"
+        # Since when a worker is neither serving nor still ending: loading, or dying late in it again and again.
+        self._away: dict[str, float] = {}
         self.over = False
         self.succeeded = False
 
     def advance(self, now: float) -> list[Effect]:
         """Say how it ended, once."""
+        if self.over:
+            return []
         children = [self._core.children[name] for name in self.names]
         failed = [child for child in children if child.state == "failed"]
-        if self.over or not (failed or all(child.state == "ready" for child in children)):
+        slow = [child for child in children if self._is_slow(child, now)]
+        if slow and not failed:
+            self.over = True
+            return [Told(self._question, False, _too_slow(slow[0]), True)]
+        if not (failed or all(child.state == "ready" for child in children)):
             return []
         self.over = True
         self.succeeded = not failed
@@ -223,6 +236,13 @@ class Restart:
             said = f": {failed[0].log[-1]}" if failed[0].log else ""
             return [Told(self._question, False, f"{failed[0].name} fails to start{said}", True)]
         return [Told(self._question, True, f"restarted {', '.join(self.names)}", True)]
+
+    def _is_slow(self, child: ChildRecord, now: float) -> bool:
+        if child.state in ("ready", "stopping"):
+            self._away.pop(child.name, None)
+            return False
+        begun = child.started_at if child.state == "loading" else now
+        return now - self._away.setdefault(child.name, begun) > LOAD_S
 
     def abandon(self, reason: str) -> list[Effect]:
         """The pool ends."""

@@ -242,6 +242,14 @@ class Supervision:
                 child.state, child.restart_at = "backoff", now
         return effects
 
+    def try_again(self, model: str, workers: int) -> None:
+        """Lift a failed mark, start what was given up with it, and plan so many workers."""
+        record = self.models[model]
+        record.workers, record.failed, record.early_deaths = workers, False, 0
+        for child in self.children.values():
+            if child.model == model and child.state == "failed" and not child.new:
+                child.state, child.restart_at, child.in_a_row = "backoff", 0.0, 0
+
     def tick(self, now: float) -> list[Effect]:
         """What is due to start."""
         if self.stopping:

@@ -193,6 +193,61 @@ def test_a_blocked_head_is_overtaken_a_bounded_number_of_times() -> None:
     assert dispatched(book.done(1)) == [(2, 1, b"w0")]
 
 
+@pytest.mark.parametrize("waiting", [2, policy.LOOKAHEAD + 1])
+def test_who_waits_for_full_workers_keeps_nobody_from_others(waiting: int) -> None:
+    """As in a swap: the new worker serves beside the old one, whose line is long."""
+    book = Book(slots=2, max_queue=10_000)
+    for number in range(2 + waiting):
+        book.submit(number)
+    book.join(b"w1", slots=4, fingerprint="new")
+    for number in range(1000, 1000 + 2 * policy.MAX_PASSED_OVER):
+        assert dispatched(book.submit(number, fingerprint="new")) == [(number, 1, b"w1")]
+        book.done(number, b"w1")
+    assert not any(request.passed_over for request in book.ledger.requests.values())
+    assert dispatched(book.done(0)) == [(2, 1, b"w0")]
+
+
+def test_a_request_whose_turn_has_come_keeps_only_the_workers_that_it_waits_for() -> None:
+    book = Book(slots=2, kv_tokens=100, max_queue=99)
+    book.join(b"w1", slots=4, fingerprint="new")
+    book.submit(1, tokens=40)
+    book.submit(2, tokens=90)
+    for number in range(10, 10 + policy.MAX_PASSED_OVER):
+        assert dispatched(book.submit(number, tokens=40)) == [(number, 1, b"w0")]
+        book.done(number)
+    assert dispatched(book.submit(50, tokens=40)) == []
+    assert dispatched(book.submit(51, tokens=40, fingerprint="new")) == [(51, 1, b"w1")]
+    assert dispatched(book.done(1)) == [(2, 1, b"w0")]
+
+
+def test_with_one_fingerprint_a_dispatch_looks_no_further_than_it_may_overtake() -> None:
+    book = Book(slots=2, kv_tokens=100, max_queue=2000)
+    for number in range(60):
+        book.submit(number, tokens=90)
+    looked = 0
+
+    def count(prefix: bytes) -> dict[bytes, int]:
+        nonlocal looked
+        looked += 1
+        return {}
+
+    book.ledger.models["m"].prefixes.read = count  # type: ignore[method-assign]
+    assert dispatched(book.submit(5000, tokens=90)) == [] and 0 < looked <= policy.LOOKAHEAD
+
+
+def test_with_two_fingerprints_a_dispatch_looks_so_far_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = Book(slots=2, max_queue=99)
+    for number in range(2 + 20):
+        book.submit(number)
+    book.join(b"w1", fingerprint="new")
+    looked = set()
+    serves = policy.serves
+    monkeypatch.setattr(policy, "serves", lambda worker, request: looked.add(request.id) or serves(worker, request))
+    monkeypatch.setattr(policy, "SCAN", 8)
+    book.ledger.planned([ModelPlan("m", 2, 2, "ready", 1000, 0)], 0.0)
+    assert len(looked) == 8
+
+
 def test_what_fits_no_empty_worker_is_refused() -> None:
     book = Book(kv_tokens=100)
     assert ends(book.submit(1, tokens=101)) == {1: Outcome.TOO_LONG}
@@ -218,6 +273,34 @@ def test_what_is_sent_back_keeps_its_place_and_stands_where_it_stood() -> None:
     assert dispatched(book.send(3, fingerprint="new")) == [(3, 1, b"w1")]
     book.submit(4, fingerprint="new")
     assert dispatched(book.send(2, fingerprint="new")) == [] and book.waiting() == [2, 4]
+
+
+def test_what_became_stale_is_sent_back_at_once_however_full_the_others_are() -> None:
+    book = Book(slots=1, max_queue=9)
+    book.join(b"w1", slots=1, fingerprint="new")
+    for number, fingerprint in ((1, "print"), (2, "new"), (3, "print"), (4, "new"), (5, "print")):
+        book.submit(number, fingerprint=fingerprint)
+    effects = book.seen(book.ledger.worker_leaving(b"w0", 0.0))
+    assert [e.message for e in effects if isinstance(e, ToApi)] == [Stale(id_(3), "new"), Stale(id_(5), "new")]
+    assert book.submit(6, fingerprint="print") == [ToApi(API, Stale(id_(6), "new"))]
+    # A death is the same, and who comes back from it is sent back too.
+    effects = book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    assert [e.message for e in effects if isinstance(e, ToApi)] == [Stale(id_(1), "new")]
+    assert book.waiting() == [4]
+
+
+@pytest.mark.parametrize(("released", "outcome"), [(True, Outcome.CANCELLED), (False, Outcome.STALE_MODEL)])
+def test_what_ran_and_was_sent_back_counts_however_it_ends(released: bool, outcome: Outcome) -> None:
+    book = Book(reservation_timeout=30.0)
+    book.join(b"w1", fingerprint="new")
+    book.submit(1)
+    book.seen(book.ledger.started(b"w0", Started(id_(1), 1, "batched", "w0"), 0.0))
+    assert ToApi(API, Stale(id_(1), "new")) in book.seen(book.ledger.worker_lost(b"w0", 0.0))
+    if released:
+        book.seen(book.ledger.release(API, [id_(1)], 1.0))
+    else:
+        assert book.seen(book.ledger.advance(31.0)) == [ToApi(API, Rejected(id_(1), outcome, 0))]
+    assert not book.ledger.requests and book.ledger.models["m"].finished == {outcome: 1}
 
 
 def test_while_there_are_two_fingerprints_each_gets_its_share_of_what_is_rendered() -> None:
@@ -436,3 +519,37 @@ def test_without_prefix_routing_and_with_one_worker_nothing_is_remembered() -> N
             (_, _, peer), *_ = dispatched(book.submit(number, prefix=b"prefix-1"))
             book.seen(book.ledger.tokens(peer, id_(number), 1, 0.0))
         assert len(book.ledger.models["m"].prefixes) == 0 and not any(book.ledger.models["m"].routed.values())
+
+
+def test_only_workers_that_take_the_request_are_a_choice() -> None:
+    """One that leaves, or is of another fingerprint, is neither where a prompt should go nor remembered."""
+    book = Book(slots=8, workers=2)
+    book.join(b"w2", slots=8, fingerprint="new")
+    prefix = b"prefix-1" * 2
+
+    def ask(number: int, fingerprint: str = "print") -> bytes:
+        (_, _, peer), *_ = dispatched(book.submit(number, prefix=prefix, fingerprint=fingerprint))
+        book.seen(book.ledger.tokens(peer, id_(number), 1, 0.0))
+        return peer
+
+    model = book.ledger.models["m"]
+    ask(1, "new")
+    # The only one of its kind: nothing was chosen, and nothing that others have read is of use to it.
+    assert not any(model.routed.values()) and not model.prefixes.readers()
+    first = ask(2)
+    assert model.routed == {"new": 1, "hit": 0, "diverted": 0} and model.prefixes.readers() == {first}
+    late = dispatched(book.submit(3, prefix=prefix))[0][2]
+    book.seen(book.ledger.worker_leaving(late, 0.0))
+    book.join(b"w3", slots=8)
+    book.seen(book.ledger.tokens(late, id_(3), 1, 0.0))
+    assert late not in model.prefixes.readers()
+
+
+def test_what_workers_of_another_fingerprint_have_read_is_no_hit_that_was_missed() -> None:
+    book = Book(slots=8, workers=2)
+    for peer in (b"w2", b"w3"):
+        book.join(peer, slots=8, fingerprint="new")
+    for number, fingerprint in ((1, "print"), (2, "new")):
+        (_, _, peer), *_ = dispatched(book.submit(number, prefix=b"prefix-1", fingerprint=fingerprint))
+        book.seen(book.ledger.tokens(peer, id_(number), 1, 0.0))
+    assert book.ledger.models["m"].routed == {"new": 2, "hit": 0, "diverted": 0}

@@ -38,7 +38,7 @@ from common.envelope import (
 from common.outcomes import Outcome
 
 API, WORKER, POOL, COMMAND = b"api", b"worker", b"pool", b"command"
-A, B = b"a" * 16, b"b" * 16
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 FACTS = WorkerFacts("m", "print", 2, 1000, 1, 500, ["batched"], [])
 
 
@@ -339,6 +339,19 @@ def test_a_worker_over_its_share_takes_no_new_work_and_is_started_again_when_it_
     assert restarts(board.core.tick(board.now + 20)) == []
 
 
+def test_a_worker_that_drains_for_its_memory_and_is_then_told_to_end_finishes_what_it_runs() -> None:
+    board = grown()
+    alive(board, API, POOL, b"m-0", b"m-1")
+    board.core.tick(board.now)
+    assert Relay(API) in board.say(b"m-0", Tokens(A, 1, 0))
+    assert not hangups(board.say(b"m-0", Goodbye("told to end")))
+    assert board.say(b"m-0", Tokens(A, 1, 1)) == [Relay(API)]
+    assert Relay(API) in board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 2))
+    # It has been told to end: nobody has to tell it again.
+    assert restarts(board.core.tick(board.now)) == []
+    assert hangups(board.say(b"m-0", Goodbye("done"))) == [b"m-0"]
+
+
 def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
     board = grown(3)
     board.say(b"m-1", OVER)
@@ -347,6 +360,7 @@ def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
     board.core.tick(board.now)
     assert [row["state"] for row in board.core.snapshot(board.now)["workers"]] == ["draining", "ready", "ready"]
     board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    board.say(b"m-0", Goodbye("told to end"))
     board.say(b"m-0", Goodbye("done"))
     loading = [Child(f"m-{number}", "m", number + 1, "ready", 0, None, []) for number in (1, 2)]
     board.say(POOL, PoolState([ModelPlan("m", 3, 2, "ready", 500, 1000)], [Child("m-0", "m", 9, "loading", 1, 0, []), *loading]))
@@ -357,16 +371,71 @@ def test_only_one_worker_of_a_model_leaves_at_a_time() -> None:
     assert restarts(board.core.tick(board.now)) == [] and restarts(board.core.tick(board.now)) == ["m-1"]
 
 
-def test_a_lone_workers_requests_wait_for_its_successor() -> None:
+def test_a_lone_worker_serves_on_and_is_started_again_in_a_moment_without_work() -> None:
     board = grown(1)
     alive(board, API, POOL, b"m-0")
     board.core.tick(board.now)
-    assert not any(isinstance(e, (ToWorker, ToApi)) and not isinstance(e.message, Reserved) for e in board.submit(B))
+    assert [e.peer for e in board.submit(B) if isinstance(e, ToWorker)] == [b"m-0"]
     board.say(b"m-0", Done(A, 1, Outcome.STOP, 1, 0, 1))
+    assert restarts(board.core.tick(board.now)) == []
+    board.say(b"m-0", Done(B, 1, Outcome.STOP, 1, 0, 1))
+    assert restarts(board.core.tick(board.now)) == []
+    # What comes from now on waits for its successor.
+    assert not any(isinstance(e, (ToWorker, ToApi)) and not isinstance(e.message, Reserved) for e in board.submit(C))
     assert restarts(board.core.tick(board.now)) == ["m-0"]
     board.say(b"m-0", Goodbye("told to end"))
+    board.say(b"m-0", Goodbye("done"))
     effects = board.say(b"m-9", Hello(__version__, "worker", "m-0", 9, "host", FACTS))
     assert [e.peer for e in effects if isinstance(e, ToWorker)] == [b"m-9"]
+
+
+def test_a_worker_that_is_no_child_of_the_pool_is_not_drained() -> None:
+    for theirs in ([], [Child("m-0", "m", 77, "ready", 0, None, [])]):
+        board = Board(memory_patience=30.0)
+        board.join(API, POOL)
+        # The roster takes a worker that the pool lists under another pid for gone, so it comes after the list.
+        board.say(POOL, PoolState([ModelPlan("m", 1, 2, "ready", 500, 1000)], theirs))
+        board.say(b"m-0", Hello(__version__, "worker", "m-0", 1, "host", FACTS))
+        board.say(b"m-0", OVER)
+        board.now = 30.0
+        alive(board, API, POOL, b"m-0")
+        assert restarts(board.core.tick(board.now)) == restarts(board.core.tick(board.now)) == []
+        assert board.core.snapshot(board.now)["workers"][0]["state"] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("action", "target"),
+    [(action, "m") for action in ("scale", "swap", "roll", "restart")]
+    + [(action, name) for action in ("drain", "roll", "restart") for name in ("m-0", "m-1")]
+    + [(action, "") for action in ("roll", "restart")],
+)
+def test_a_change_waits_until_a_worker_that_drains_for_its_memory_is_back(action: str, target: str) -> None:
+    board = grown()
+    alive(board, API, POOL, b"m-0", b"m-1")
+    board.join(COMMAND)
+    board.core.tick(board.now)
+    asked = Admin(A, action, target, 1)  # type: ignore[arg-type]
+    text = "m-0 is being replaced for its memory; ask again"
+    assert board.say(COMMAND, asked) == [Answer(AdminReply(A, False, text))]
+    # Another model's change does not wait, nor does what the broker itself carries out.
+    assert [type(e) for e in board.say(COMMAND, Admin(B, action, "other", 1))] == [ToPool]  # type: ignore[arg-type]
+    assert board.say(COMMAND, Admin(C, "drain", "", 0)) == [Answer(AdminReply(C, True, "new requests are refused"))]
+    assert any(isinstance(e, Answer) for e in board.say(COMMAND, Admin(C, "cancel", "label", 0)))
+    for last in ("told to end", "done"):
+        board.say(b"m-0", Goodbye(last))
+    assert [type(e) for e in board.say(COMMAND, asked)] == [ToPool]
+
+
+def test_nobody_is_drained_for_its_memory_while_the_pool_changes_what_there_is() -> None:
+    board = grown()
+    alive(board, API, POOL, b"m-0", b"m-1")
+    board.join(COMMAND)
+    board.say(COMMAND, Admin(A, "drain", "m-1", 0))
+    board.core.tick(board.now)
+    assert all(row["state"] == "ready" for row in board.core.snapshot(board.now)["workers"])
+    board.say(POOL, AdminReply(A, True, "m-1 has left", True))
+    board.core.tick(board.now)
+    assert [row["state"] for row in board.core.snapshot(board.now)["workers"]] == ["draining", "ready"]
 
 
 def test_without_a_pool_nobody_is_drained() -> None:

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from broker import ledger, shares, turns, waiting
+from broker import ledger, policy, shares, turns, waiting
 from broker.records import Model
 from scripts import share_walk
 from scripts.random_walk import walk
@@ -65,12 +65,14 @@ BROKEN = {
         " or Request(message.request, PeerId(b'A'), '', 'm', 0, '', 1.0, 0.0)\n            effects.append",
     ),
     "KV memory ignored": (
-        "policy.choose_worker(able, request, self._read(model, request))",
-        "next((w for w in able if w.free > 0), None)",
+        "policy.choose_worker(wanted, request, self._read(model, request)) if wanted",
+        "next((w for w in wanted if w.free > 0), None) if wanted",
     ),
     "displaced while it runs": ("        model.queue.discard(request.id, request.key)\n        if request.prefix", "        if request.prefix"),
     "the displaced are not told": ("effects.append(ToApi(request.api, self._rejected(id,", "(ToApi(request.api, self._rejected(id,"),
     "the dead are still readers": ("self.models[worker.facts.model].prefixes.forget(peer)\n        for", "for"),
+    "what became stale waits on": ("if not served:", "if True:"),
+    "who leaves is still a reader": ("if not self.workers[peer].leaving and", "if"),
     "the displaced keep their place": ('self._end(request, None, now, "displaced")', "pass"),
 }
 
@@ -126,6 +128,25 @@ def test_a_broken_ledger_is_caught(name: str) -> None:
     with pytest.raises((AssertionError, KeyError, AttributeError)):
         for seed in range(60):
             walk(seed, 500, broken)
+
+
+IN_THE_WAY = (
+    "            blocked.append((request, wanted))\n",
+    "            wanted = [worker for worker in workers if worker.peer in open_]\n            blocked.append((request, wanted))\n",
+)
+
+
+@pytest.mark.slow
+def test_who_waits_for_full_workers_stands_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The walk's lines are short: bounds that they reach.
+    monkeypatch.setattr(policy, "LOOKAHEAD", 2)
+    monkeypatch.setattr(policy, "MAX_PASSED_OVER", 2)
+    for seed in range(10):
+        walk(seed, 400)
+    broken = variant(*IN_THE_WAY)
+    with pytest.raises(AssertionError, match="while a worker could take him"):
+        for seed in range(60):
+            walk(seed, 400, broken)
 
 
 @pytest.mark.slow

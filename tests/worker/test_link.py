@@ -112,6 +112,26 @@ def test_it_says_goodbye_first_and_last(broker: FakeBroker) -> None:
     assert not broker.link.is_alive()
 
 
+def test_whoever_drains_says_so_again_in_a_new_session_and_says_done_only_after_it(broker: FakeBroker) -> None:
+    broker.welcome()
+    broker.link.say_goodbye()
+    assert broker.heard(Goodbye)[0] == Goodbye("told to end")
+    broker.say(Refused("silent"))
+    broker.heard(Hello)
+    broker.say(Welcome("another", 1000))
+    assert broker.heard(Goodbye)[0] == Goodbye("told to end")
+    broker.say(Refused("silent"))
+    broker.heard(Hello)
+    # The session begins and the thread ends in one turn, or in two: never the last word without the first.
+    broker.say(Welcome("a third", 1000))
+    broker.link.close()
+    said = []
+    while broker.socket.poll(50):
+        message = decode(broker.socket.recv_multipart()[1])
+        said += [message.reason] if isinstance(message, Goodbye) else []
+    assert said in (["told to end", "done"], [])
+
+
 def test_a_broker_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
     vitals = Vitals()
     link = Link(f"ipc://{tmp_path}/none", "w", FACTS, vitals)

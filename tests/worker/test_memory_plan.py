@@ -16,14 +16,14 @@ import pytest
 from common.errors import ConfigError
 from tests.worker import architectures
 from worker import device, model_files
-from worker.engines import sampling
+from worker.engines import batched, sampling
 from worker.engines.batch import Batch, Prompt
 from worker.engines.batched import BatchedEngine
 from worker.engines.measure import measured
 from worker.engines.mlx_lm_0_32 import RowNeeds
 from worker.engines.prompt_cache import PromptCache
 from worker.engines.weights import load_weights
-from worker.plan import FLOAT32, KEEP, KV_PEAK, KV_STEP, OVERHEAD_BYTES, Needs, needs
+from worker.plan import FLOAT32, KEEP, KV_PEAK, KV_STEP, OVERHEAD_BYTES, Fit, Needs, fit, needs
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +157,22 @@ def test_a_worker_says_what_fits_by_what_it_measured_and_not_by_what_was_planned
     assert engine.facts.slots <= 16 and 1024 <= engine.facts.kv_tokens < 16 * 4096
     assert (engine.facts.kv_tokens + engine.facts.slots * KV_STEP) * 512 * KV_PEAK <= room
     assert any(f"room for {engine.facts.kv_tokens} KV tokens" in line and "7 were planned" in line for line in words)
+    engine.close()
+
+
+def test_a_share_that_leaves_nothing_for_the_prompt_cache_keeps_none(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Needs] = []
+
+    def with_no_spare(need: Needs, share: int, slots: int, context: int, wanted: int) -> Fit:
+        given.append(need)
+        return fit(need, need.least(context), slots, context, wanted)
+
+    monkeypatch.setattr(batched, "fit", with_no_spare)
+    engine = BatchedEngine(tiny_model, memory_share=600 << 20, prompt_cache_bytes=1 << 20)
+    told(engine)
+    assert given and engine._kept.limit_bytes == 0
     engine.close()
 
 

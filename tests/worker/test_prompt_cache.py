@@ -71,6 +71,24 @@ def test_a_hit_is_a_copy_and_leaves_the_entry_as_it_was() -> None:
         assert all(mx.all(layer.keys_and_values()[0] == 1).item() for layer in cache)
 
 
+@pytest.mark.parametrize(("head", "held"), [(100, 256), (256, 256), (257, 512), (590, 600)])
+def test_a_short_head_of_a_long_entry_is_found_without_the_rest(head: int, held: int) -> None:
+    kept = PromptCache(10**6)
+    long = tokens(1, 600)
+    kept.put(long, layers(600))
+    cache, cached = kept.find(long[:head] + [1])
+    assert cache is not None and cached == head
+    assert sum(layer.nbytes for layer in cache) == held * BYTES and {layer.offset for layer in cache} == {head}
+    for layer in cache:
+        layer.update_and_fetch(mx.zeros((1, 1, 5, 4)), mx.zeros((1, 1, 5, 4)))
+        keys, values = layer.keys_and_values()
+        assert mx.all(keys[..., :head, :] == 1).item() and mx.all(values[..., head:, :] == 0).item()
+    kept.put(long[:head] + [1] * 5, cache)
+    # Kept at its own size, and the long one is as it was.
+    assert kept.nbytes <= (600 + head + 5 + KVCache.step) * BYTES
+    assert kept.find(long + [1])[1] == 600
+
+
 def test_it_is_bounded_in_bytes_whatever_is_put_in_and_the_least_used_leaves_first() -> None:
     kept = PromptCache(100 * BYTES)
     chooser = random.Random(0)

@@ -281,6 +281,74 @@ def test_a_restart_is_over_when_all_serve_again() -> None:
     assert stage.end == Told(QUESTION, True, "restarted m-0, m-1", True)
 
 
+def beside_a_failed_one() -> Stage:
+    """A pool of m, which serves, and b, whose only worker was given up."""
+    stage = Stage(1)
+    stage.core.plan(ModelRecord("b", 4, 100, 400), [])
+    stage.core.models["b"].workers = 1
+    stage.core.add(Seat("old/b-0", "b", 4, 10), 0.0, new=False)
+    for _ in range(EARLY_DEATHS):
+        stage.carry_out(stage.core.tick(stage.now))
+        stage.carry_out(stage.core.exited("b-0", 1, stage.now))
+        stage.now += 5.0
+    assert stage.states == {"m-0": "ready", "b-0": "failed"} and stage.core.models["b"].failed
+    return stage
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_change_of_one_model_leaves_what_was_given_up_of_another(comes: bool) -> None:
+    stage = beside_a_failed_one()
+    stage.begin(Step(QUESTION, seats("m", 1), [], {"m": 2, "b": 1}, "grown"))
+    if comes:
+        stage.become_ready()
+    else:
+        stage.exit("m-1", HOPELESS_STATUS)
+    assert stage.end and stage.end.done is comes and stage.core.models["m"].workers == 1 + comes
+    assert [plan.state for plan in stage.core.model_plans()] == ["ready", "failed"] and stage.states["b-0"] == "failed"
+
+
+def test_a_change_of_a_model_that_was_given_up_starts_all_of_it_again() -> None:
+    stage = beside_a_failed_one()
+    stage.begin(Step(QUESTION, seats("b", 1), [], {"m": 1, "b": 2}, "grown"))
+    assert stage.states == {"m-0": "ready", "b-0": "loading", "b-1": "loading"}
+    stage.become_ready()
+    assert stage.end and stage.end.done and not stage.core.models["b"].failed
+
+
+def test_a_restart_that_loads_for_ever_has_failed() -> None:
+    stage = Stage()
+    stage.carry_out(stage.core.restart("m-0", 0.0))
+    stage.change = Restart(stage.core, QUESTION, "m-0")
+    # What it still runs takes as long as it takes.
+    stage.now = 2 * LOAD_S
+    stage.turn()
+    assert stage.end is None
+    stage.exit("m-0")
+    stage.now += LOAD_S
+    stage.turn()
+    assert stage.states["m-0"] == "loading" and stage.end is None
+    stage.now += 1.0
+    stage.turn()
+    assert stage.end == Told(QUESTION, False, f"m-0 did not become ready within {LOAD_S:g} s", True)
+    assert stage.change.over and not stage.change.succeeded
+
+
+def test_a_restart_that_dies_late_in_loading_again_and_again_has_failed() -> None:
+    stage = Stage()
+    stage.carry_out(stage.core.restart("m-0", 0.0))
+    stage.change = Restart(stage.core, QUESTION, "m-0")
+    stage.exit("m-0")
+    for _ in range(int(LOAD_S / 60.0) + 1):
+        assert stage.end is None
+        stage.now += 60.0
+        stage.exit("m-0", 1)
+        stage.now += 1.0
+        stage.turn()
+        if stage.end is not None:
+            break
+    assert stage.end == Told(QUESTION, False, f"m-0 did not become ready within {LOAD_S:g} s", True)
+
+
 def test_a_restart_of_what_does_not_start_says_why() -> None:
     stage = Stage(1)
     stage.carry_out(stage.core.restart("m", 0.0))

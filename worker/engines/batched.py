@@ -148,9 +148,9 @@ class BatchedEngine:
             draft = Draft(self._draft, self._texts, self._vocabulary, precision, progress)
             beside = beside_bytes(model_files.read(self._draft), precision, context)
         need = Needs(held, needs(found, precision, self._slots, beside).overhead, kv)
-        fitted = self._fitted(need, context, progress)
+        fitted = self._fitted(need, context, share, progress)
         self._candidates = sampling.CPU_CANDIDATES if device.backend() == device.CPU else 1 << 30
-        self._kept = PromptCache(fitted.prompt_cache_bytes or share // PROMPT_CACHE_SHARE)
+        self._kept = PromptCache(fitted.prompt_cache_bytes)
         per_token = kv.longest_token
         self._most_padding = weight_bytes(self._model) // max(per_token, 1)
         self._most_copied = int(self._decode_stall_s * copied_per_s() / max(per_token, 1))
@@ -185,11 +185,11 @@ class BatchedEngine:
         self._pace = Pace(self._decode_stall_s, self._prefill_step)
         progress(f"ready after {time.monotonic() - begun:.1f} s on {self.facts.details['blas']}")
 
-    def _fitted(self, need: Needs, context: int, progress: Callable[[str], None]) -> Fit:
+    def _fitted(self, need: Needs, context: int, share: int, progress: Callable[[str], None]) -> Fit:
         """What the share holds, now that weights and caches are known and no longer read from headers."""
-        share = self._memory_share
-        if not share:
-            return Fit(self._slots, self._kv_tokens or self._slots * context, self._prompt_cache_bytes)
+        if not self._memory_share:
+            kept = self._prompt_cache_bytes or share // PROMPT_CACHE_SHARE
+            return Fit(self._slots, self._kv_tokens or self._slots * context, kept)
         least = need.least(context)
         if least > share:
             raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, trim_prompt_cache
 
 # Reading so few tokens costs no more than finding and copying what was read of them.
 SHORTEST = 16
@@ -53,6 +53,8 @@ class PromptCache:
         found = copy.deepcopy(best.cache)
         if count < len(best.tokens):
             trim_prompt_cache(found, len(best.tokens) - count)
+            for layer in found:
+                _cut(layer)
         return found, count
 
     def covers(self, prompt: Sequence[int] | np.ndarray) -> int:
@@ -100,6 +102,16 @@ class PromptCache:
     def _use(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         self._entries.append(entry)
+
+
+def _cut(layer: Any) -> None:
+    """Drop what a trimmed cache only seems to be without: its buffers are still those of the whole entry, and who writes
+    to it or keeps it would copy all of them. To a multiple of its step, as it grows by."""
+    if type(layer) is not KVCache or layer.keys is None:
+        return
+    length = -(-layer.offset // layer.step) * layer.step
+    if length < layer.keys.shape[2]:
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:
