@@ -58,7 +58,7 @@ BROKEN = {
         "            del worker.leases[id]\n            if lease.stopping_at is None:",
         "            if lease.stopping_at is None:",
     ),
-    "release of a submitted request": (" and request.phase is Phase.RESERVED:\n                self._end", ":\n                self._end"),
+    "release of a submitted request": (" and request.phase is Phase.RESERVED:\n                # What", ":\n                # What"),
     "DONE of the worker and of the broker": (
         "        if lease.stopping_at is None:\n            request = self.requests[message.request]\n            effects.append",
         "        if message.request in self.requests or True:\n            request = self.requests.get(message.request)"
