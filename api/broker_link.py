@@ -81,6 +81,7 @@ class BrokerLink:
         """Open the socket (in the process that uses it: contexts do not survive a fork) and begin."""
         self._context = context()
         self._peer = Peer(self._context, self._endpoint, hello("api", self._name))
+        self._peer.before_close = self._unwatch
         self._watch()
         self._tick()
 
@@ -91,7 +92,7 @@ class BrokerLink:
             self._timer.cancel()
         self._peer.send(Goodbye("shutdown"))
         self._end_all(Outcome.BROKER_LOST)
-        asyncio.get_running_loop().remove_reader(self._watched)
+        self._unwatch()
         self._peer.close()
         self._context.term()
 
@@ -183,13 +184,15 @@ class BrokerLink:
         return sent
 
     def _watch(self) -> None:
-        # Always taken out and in again: a fresh socket may have been given the old one's number.
         assert self._peer is not None
-        loop = asyncio.get_running_loop()
-        if self._watched >= 0:
-            loop.remove_reader(self._watched)
+        self._unwatch()
         self._watched = self._peer.fileno()
-        loop.add_reader(self._watched, self._pump)
+        asyncio.get_running_loop().add_reader(self._watched, self._pump)
+
+    def _unwatch(self) -> None:
+        if self._watched >= 0:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = -1
 
     def _tick(self) -> None:
         assert self._peer is not None

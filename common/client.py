@@ -77,6 +77,9 @@ class Peer:
         self._rejoin_at = 0.0
         self._unsent_hello: Message | None = None
         self.malformed = 0
+        # Called while the descriptor of fileno() is still open, just before it is not: an event loop that watched it a
+        # moment longer would take whatever gets the same number next, a client's connection say, for it.
+        self.before_close: Callable[[], None] = lambda: None
         self._pending: list[Event] = []
         self._socket = sockets.dealer(context, endpoint)
         self._new_session()
@@ -178,6 +181,7 @@ class Peer:
                 self._give(encode(effect.message), b"")
             elif isinstance(effect, Lost):
                 # The fresh socket is there at once, so that fileno() is never stale; it says HELLO after REJOIN_S.
+                self.before_close()
                 self._socket.close(0)
                 self._socket = sockets.dealer(self._context, self._endpoint)
                 self._unsent_hello = None
