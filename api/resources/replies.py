@@ -101,7 +101,7 @@ def ignored_header(names: Sequence[str]) -> str:
     for count, name in enumerate(names):
         encoded = quote(name[:MOST_NAME], safe="!#$&'*+-.^_`|~")
         if len(value) + len(encoded) > IGNORED_BYTES:
-            return f"{value}, and {len(names) - count} more" if value else f"{len(names)} fields"
+            return f"{value}, and {len(names) - count} more"
         value = f"{value}, {encoded}" if value else encoded
     return value
 

@@ -99,7 +99,7 @@ def test_header_values_are_printable_ascii() -> None:
     assert ignored_header(("a", "b c", "é,")) == "a, b%20c, %C3%A9%2C"
     assert ignored_header(tuple(f"field{i}" for i in range(1000))).endswith(" more")
     assert len(ignored_header(tuple("x" * 900 for _ in range(9)))) < 2000
-    assert ignored_header(("x" * 5000,)) == "1 fields"
+    assert ignored_header(("x" * 5000, "y")) == "x" * 64 + ", y"
 
 
 def test_settings_are_read_from_the_environment() -> None:
