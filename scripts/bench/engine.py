@@ -28,7 +28,7 @@ def run(quick: bool) -> Report:
     from worker import device
     from worker.settings import WorkerSettings
 
-    rounds, tokens, scale = (1, 8, 20) if quick else (5, 48, 1)
+    rounds, tokens, scale = (1, 8, 20) if quick else (3, 32, 1)
     folder = demo_folder()
     environment = device.cpu_environment(WorkerSettings().threads_for(1), home())
     with Child("scripts.bench.bare", str(folder), str(ROWS), environment=environment) as bare:
@@ -45,7 +45,7 @@ def run(quick: bool) -> Report:
             way()
         found = dict(zip(ways, alternating(rounds, *ways.values()), strict=True))
         prefix = [bench.prefix(SHARED // scale) for _ in range(rounds)]
-        stall = [bench.stall(LONG // scale) for _ in range(1 if quick else 3)]
+        stall = [bench.stall(LONG // scale)]
     base = found["generator"]
 
     def against_base(way: str) -> list[float]:
