@@ -49,7 +49,7 @@ class Generation:
         self._max_prompt = max_prompt
         self._strict = strict
         self._abilities: dict[tuple[str, str], frozenset[str]] = {}
-        self._abilities_until = 0.0
+        self._abilities_until: dict[tuple[str, str], float] = {}
 
     def model(self, name: str) -> ServedModel:
         """The served model of this id or alias. Raises RequestError (404)."""
@@ -193,16 +193,18 @@ class Generation:
         """Every tool's schema is one, and a call that is asked for can be enforced."""
         if tools.forced and not await self._can("tool_choice", model):
             raise refuse("tool_choice", f"tool_choice: a call cannot be enforced by {model.name}")
-        for index, tool in enumerate(tools.offered):
-            parameters = tool["function"].get("parameters")
-            if not parameters:
-                continue
-            where = f"tools[{index}].function.parameters"
+        given = {index: tool["function"].get("parameters") for index, tool in enumerate(tools.offered)}
+        given = {index: parameters for index, parameters in given.items() if parameters}
+        for index, parameters in given.items():
             if parameters.get("type", "object") != "object":
-                raise refuse("tools", f"{where}: a function's arguments are of type object")
-            schema = await self.in_thread(_enforceable, parameters)
+                raise refuse("tools", f"tools[{index}].function.parameters: a function's arguments are of type object")
+        if not given:
+            return
+        # All in one go: each way into a thread and back costs as much as a schema that is known already.
+        schemas = await self.in_thread(lambda: [_enforceable(parameters) for parameters in given.values()])
+        for index, schema in zip(given, schemas, strict=True):
             if not schema.text:
-                raise refuse("tools", f"{where}: {schema.why}")
+                raise refuse("tools", f"tools[{index}].function.parameters: {schema.why}")
 
     async def _grammar(self, wanted: ResponseFormat, model: ServedModel) -> tuple[str, list[str]]:
         """The schema that the reply is held to, "" for none, and what of the client's is not enforced."""
@@ -231,7 +233,8 @@ class Generation:
 
     async def _abilities_of(self, model: ServedModel) -> frozenset[str]:
         """What the model's workers can do. Where none has been up to say so, what those of its kind can."""
-        if time.monotonic() >= self._abilities_until or (model.name, model.fingerprint) not in self._abilities:
+        known_as = (model.name, model.fingerprint)
+        if time.monotonic() >= self._abilities_until.get(known_as, 0.0):
             snapshot = await self.link.snapshot()
             # A model none of whose workers is there keeps those that it had: they will come back.
             self._abilities |= {
@@ -239,8 +242,9 @@ class Generation:
                 for entry in snapshot.get("models", ())
                 if entry["abilities"]
             }
-            self._abilities_until = time.monotonic() + ABILITIES_S
-        return self._abilities.get((model.name, model.fingerprint)) or self._abilities.get((model.name, ""), model.assumed)
+            # Of each by itself: a model that was swapped in is asked about at once, one without workers not by every request.
+            self._abilities_until[known_as] = time.monotonic() + ABILITIES_S
+        return self._abilities.get(known_as) or self._abilities.get((model.name, ""), model.assumed)
 
 
 # Compiling one of this size takes most of a second, in which nothing else of this process runs; as text in the prompt it
