@@ -7,10 +7,13 @@ Invariant: a worker's environment never names a library that would not run on th
 """
 
 import ctypes
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -34,6 +37,11 @@ PROBE_TIMEOUT_S = 60.0
 # Both carry OpenBLAS under its plain names. The first chooses its kernels by the CPU it finds; the second is built for
 # CPUs with AVX-512 and dies by an illegal instruction on others.
 BLAS_PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
+
+# mlx compiles its fused CPU kernels by "g++ -O3": for any CPU of its kind, with a call per element for each exp and fused
+# multiply-add. With this machine's own instructions and exp inlined they are vector loops. Nobody asks for a trap or an
+# errno; no other freedom is given, so infinities and NaN stay what they are.
+KERNEL_FLAGS = "-march=native -fno-trapping-math -fno-math-errno -finline-limit=10000"
 
 # 64 x 64 matrices of ones: each element of the product is 64. Large enough to take the vector kernels.
 TRY_BLAS = """
@@ -174,21 +182,22 @@ def probe() -> dict[str, Any]:
 def cpu_environment(threads: int, home: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
     """What to add to the environment of a worker that computes on a Linux CPU; {} on other systems.
 
-    One BLAS thread per core of its share; a BLAS that is worth having; and a private folder for compiled kernels that
-    survives restarts. All workers share that folder: mlx compiles under a random name and renames, so that none sees
-    another's half-written kernel. Raises ConfigError when it cannot be made.
+    One BLAS thread per core of its share; a BLAS that is worth having; a compiler that makes good kernels; and a
+    private folder for these that survives restarts. All workers share that folder: mlx compiles under a random name and
+    renames, so that none sees another's half-written kernel. Raises ConfigError when it cannot be made.
     """
     if sys.platform != "linux":
         return {}
     before = os.environ if inherited is None else inherited
+    folder = kernel_folder(home)
     made = {
         "OPENBLAS_NUM_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),
         # Halves the time of the page faults that a growing KV cache costs.
         "GLIBC_TUNABLES": _joined("glibc.malloc.hugetlb=1", before.get("GLIBC_TUNABLES")),
-        "TMPDIR": str(kernel_folder(home)),
+        "TMPDIR": str(folder),
     }
-    return made | _blas_environment(home, before)
+    return made | _compiler_environment(folder, before) | _blas_environment(home, before)
 
 
 def _blas_environment(home: Path, before: Mapping[str, str]) -> dict[str, str]:
@@ -253,12 +262,46 @@ def _computes(environment: Mapping[str, str]) -> bool:
     return done.returncode == 0
 
 
-def kernel_folder(home: Path) -> Path:
-    """The folder for compiled CPU kernels under `home`, private: who can write there runs code in our workers."""
-    folder = home / "kernels"
+def _compiler_environment(folder: Path, before: Mapping[str, str]) -> dict[str, str]:
+    """A "g++" that adds KERNEL_FLAGS, first in the PATH, because mlx calls it by that name; {} without a compiler."""
+    own = str(folder / "bin")
+    paths = [path for path in before.get("PATH", os.defpath).split(os.pathsep) if path != own]
+    compiler = shutil.which("g++", path=os.pathsep.join(paths))
+    if compiler is None:
+        return {}
+    quoted = shlex.quote(compiler)
+    # Without them where they are not understood.
+    script = f'#!/bin/sh\n{quoted} {KERNEL_FLAGS} "$@" 2>/dev/null || exec {quoted} "$@"\n'
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
+        (folder / "bin").mkdir(mode=0o700, exist_ok=True)
+        fresh = folder / "bin" / f".g++.{os.getpid()}"
+        fresh.write_text(script)
+        fresh.chmod(0o700)
+        fresh.replace(folder / "bin" / "g++")
+    except OSError as error:
+        raise ConfigError(f"cannot use the kernel folder {folder}: {error.strerror}; set MILLPOND_HOME") from None
+    return {"PATH": os.pathsep.join([own, *paths])}
+
+
+def _cpu() -> str:
+    """A name for this kind of CPU: kernels that were compiled for one would end a worker on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    # What the first core says of its instructions; x86 and ARM name the line differently.
+    said = next((line for line in lines if line.lower().startswith(("flags", "features", "isa"))), "")
+    digest = hashlib.blake2b(f"{said}:{KERNEL_FLAGS}".encode(), digest_size=4).hexdigest()
+    return f"{platform.machine()}-{digest}"
+
+
+def kernel_folder(home: Path) -> Path:
+    """The folder for this CPU's compiled kernels under `home`, private: who can write there runs code in our workers."""
+    folder = home / "kernels" / _cpu()
+    try:
+        for made in (folder.parent, folder):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            made.chmod(0o700)
         discard_broken_kernels(folder)
     except OSError as error:
         raise ConfigError(f"cannot use the kernel folder {folder}: {error.strerror}; set MILLPOND_HOME") from None

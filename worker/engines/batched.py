@@ -23,7 +23,7 @@ from common.generation import GenerationRequest, Sampling, TokenLogprob
 from common.ids import RequestId
 from worker import device, model_files
 from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
-from worker.engines import markup, sampling
+from worker.engines import cpu_kernels, markup, sampling
 from worker.engines.batch import Batch, Prompt
 from worker.engines.costs import copied_per_s, read_well_together, weight_bytes
 from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
@@ -130,9 +130,7 @@ class BatchedEngine:
         self._stop_ids = found.eos_ids
         # An unseeded reply must not repeat in another worker or after a restart.
         mx.random.seed(int.from_bytes(os.urandom(8), "little"))
-        no_kernels = device.ensure_kernels_compile()
-        if no_kernels:
-            progress(f"running without compiled kernels: {no_kernels}")
+        cpu_kernels.prepare(progress)
         progress(f"reading {found.stored_bytes / 1e6:.0f} MB of weights")
         share = self._memory_share or device.available()
         precision = held_precision(self._cpu_weights, found, share, device.backend() == device.CPU)

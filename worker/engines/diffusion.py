@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten
 
 from common.errors import ConfigError
 from worker import device, model_files
+from worker.engines import cpu_kernels
 from worker.engines.serial import Progress
 from worker.engines.text import Texts, TextStream
 from worker.generators import Block, TextGeneration
@@ -71,9 +72,7 @@ class DiffusionGemma:
             device.set_limits(memory_share, memory_share // 16)
         # An unseeded reply must not repeat in another worker or after a restart.
         mx.random.seed(int.from_bytes(os.urandom(8), "little"))
-        no_kernels = device.ensure_kernels_compile()
-        if no_kernels:
-            progress(f"running without compiled kernels: {no_kernels}")
+        cpu_kernels.prepare(progress)
         progress(f"reading {found.stored_bytes / 1e6:.0f} MB of weights")
         try:
             self._model = load_model(folder, lazy=True)

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
+from worker.engines.cpu_kernels import logsumexp
 from worker.engines.grammar import RowGrammar, masked
 
 VERSION = "0.32.2"
@@ -344,5 +345,5 @@ def _logprobs(raw: mx.array, needs: Sequence[RowNeeds]) -> dict[int, mx.array]:
     if not rows:
         return {}
     asked = (raw if len(rows) == len(needs) else raw[mx.array(rows)]).astype(mx.float32)
-    normal = asked - mx.logsumexp(asked, axis=-1, keepdims=True)
+    normal = asked - logsumexp(asked)
     return {needs[row].uid: normal[place] for place, row in enumerate(rows)}

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
 from common.generation import Sampling
+from worker.engines.cpu_kernels import logsumexp
 
 # mlx sorts 16 rows of 49k logits in 73 ms on a CPU, selects their 1,024 best and sorts those in 9. Nearly always
 # these hold the whole nucleus; where they do not, everything is sorted after all.
@@ -94,7 +95,7 @@ def draw(logprobs: mx.array, sampling: Sampling, candidates: int, noise: Noise) 
         return mx.argmax(_above_min_p(scaled, sampling.min_p) + noise(scaled.shape, None), axis=-1)
     tokens, best = _best(scaled, top_k or min(candidates, width))
     if sampling.top_p < 1:
-        total = mx.logsumexp(best if top_k else scaled, axis=-1, keepdims=True)
+        total = logsumexp(best if top_k else scaled)
         shares = mx.exp(best - total)
         # The only wait for the device inside a step, and only on a CPU, which has nothing else to do meanwhile.
         if not top_k and best.shape[-1] < width and shares.sum(axis=-1).min().item() < sampling.top_p:

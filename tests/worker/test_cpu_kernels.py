@@ -1,0 +1,140 @@
+"""The CPU's attention and softmax against mlx's own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from worker import device
+from worker.engines import cpu_kernels
+
+pytestmark = pytest.mark.skipif(device.backend() != device.CPU, reason="only used on a CPU")
+
+# Rows, heads, heads of keys, queries, keys, size of a head's keys, of its values.
+SHAPES = [
+    (1, 1, 1, 1, 1, 4, 4),
+    (3, 6, 2, 1, 17, 8, 8),
+    (2, 4, 4, 5, 9, 8, 12),
+    (1, 8, 1, 7, 7, 16, 16),
+    (2, 9, 3, 33, 70, 64, 64),
+]
+own, theirs = cpu_kernels.attention, cpu_kernels._mlx_attention
+
+
+def masks(batch: int, heads: int, length: int, width: int) -> dict[str, str | mx.array | None]:
+    seen = mx.arange(width - length, width)[:, None] >= mx.arange(width)
+    padding = (mx.arange(batch) % 3)[:, None, None, None] <= mx.arange(width)
+    return {
+        "none": None,
+        "causal": "causal",
+        "2d": seen,
+        # The first queries of a padded row see nothing at all.
+        "left padding": seen & padding,
+        "by head": mx.random.uniform(shape=(batch, heads, length, width)) < 0.7,
+        "added": mx.random.normal((1, 1, length, width)),
+        "added by head": mx.random.normal((heads, length, width)),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_mlx_own(shape: tuple[int, ...]) -> None:
+    batch, heads, groups, length, width, size, out = shape
+    mx.random.seed(len(str(shape)))
+    # As the caches give them: the first columns of larger arrays.
+    q = mx.random.normal((batch, heads, length, size)) * 3
+    k = mx.random.normal((batch, groups, width + 11, size))[:, :, :width] * 3
+    v = mx.random.normal((batch, groups, width + 11, out))[:, :, :width]
+    for name, mask in masks(batch, heads, length, width).items():
+        ours, expected = own(q, k, v, scale=0.3, mask=mask), theirs(q, k, v, scale=0.3, mask=mask)
+        assert ours.shape == expected.shape and ours.dtype == mx.float32
+        assert mx.abs(ours - expected).max().item() < 2e-5, name
+
+
+def test_great_scores_neither_overflow_nor_vanish() -> None:
+    q, k = mx.full((1, 1, 1, 4), 50.0), mx.array([[1.0] * 4, [0.99] * 4, [-1.0] * 4])[None, None]
+    v = mx.array([[1.0], [2.0], [3.0]])[None, None]
+    expected = theirs(q, k, v, scale=1.0)
+    assert mx.abs(own(q, k, v, scale=1.0) - expected).item() < 1e-5 and 1 < expected.item() < 2
+
+
+def test_what_is_not_a_number_stays_so_in_its_row() -> None:
+    q = mx.ones((2, 1, 1, 4))
+    k = mx.concatenate([mx.ones((1, 1, 3, 4)), mx.full((1, 1, 3, 4), mx.nan)])
+    found = own(q, k, mx.ones((2, 1, 3, 4)), scale=1.0)
+    assert mx.isfinite(found[0]).all().item() and mx.isnan(found[1]).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_other_types_and_sinks_are_left_to_mlx(dtype: mx.Dtype) -> None:
+    q, k, v = (mx.random.normal((1, 2, 3, 8)).astype(dtype) for _ in range(3))
+    assert own(q, k, v, scale=1.0).dtype == dtype
+    q, k, v = (mx.random.normal((1, 2, 3, 8)) for _ in range(3))
+    sinks = mx.array([5.0, 6.0])
+    with_sinks = own(q, k, v, scale=1.0, sinks=sinks)
+    assert mx.array_equal(with_sinks, theirs(q, k, v, scale=1.0, sinks=sinks))
+    assert mx.abs(with_sinks - own(q, k, v, scale=1.0)).max().item() > 0.01
+
+
+def test_logsumexp_is_mlx_own() -> None:
+    values = mx.random.normal((5, 3001)) * 40
+    values[1, :3000] = -mx.inf
+    assert mx.allclose(cpu_kernels.logsumexp(values), mx.logsumexp(values, axis=-1, keepdims=True), rtol=1e-6)
+
+
+# Every kernel that this program needs is compiled by one process with the flags and by one without.
+COMPUTE = """
+import sys
+import mlx.core as mx
+from mlx_lm.models.activations import swiglu
+from worker.engines.cpu_kernels import _exp_less
+edges = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 88.5, -88.5, 1e-30, -1e-30, 3e38, -3e38]
+values = mx.concatenate([mx.array(edges), mx.linspace(-30, 30, 4001)])
+rows = mx.stack([values, values - 3, values * 2])
+found = [swiglu(values, values + 1), _exp_less(rows, rows[:, 11:12]), _exp_less(rows, rows * 0.5)]
+mx.save_safetensors(sys.argv[1], {str(number): one for number, one in enumerate(found)})
+"""
+
+
+def test_kernels_with_our_flags_compute_the_same(tmp_path: Path) -> None:
+    made = device.cpu_environment(1, tmp_path)
+    if "PATH" not in made:
+        pytest.skip("no C++ compiler")
+    results = []
+    for name, environment in {"ours": made, "plain": made | {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}}.items():
+        file = tmp_path / f"{name}.safetensors"
+        subprocess.run([sys.executable, "-c", COMPUTE, str(file)], env={**os.environ, **environment}, check=True)
+        results.append(mx.load(str(file)))
+    for key, plain in results[1].items():
+        ours = results[0][key]
+        both = mx.isfinite(plain)
+        assert mx.array_equal(mx.isnan(ours), mx.isnan(plain)) and mx.array_equal(mx.isinf(ours), mx.isinf(plain))
+        error = mx.abs(ours - plain) / mx.maximum(mx.abs(plain), 1e-30)
+        assert mx.where(both, error, 0.0).max().item() < 2e-6
+    kernels = list(Path(made["TMPDIR"]).glob("mlx/*/cpu/lib*.so"))
+    plain = list(tmp_path.glob("mlx/*/cpu/lib*.so"))
+    assert len(kernels) == len(plain) >= 2
+    # Vector instructions of which the plain ones have none; a machine without them has nothing to gain.
+    if "avx2" in Path("/proc/cpuinfo").read_text():
+        counts = [sum(path.read_bytes().count(b"\xc5\xfc") for path in paths) for paths in (kernels, plain)]
+        assert counts[0] > 10 * max(1, counts[1]), counts
+
+
+def test_another_cpu_gets_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = device.kernel_folder(tmp_path)
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: "flags : x\n" if path.name == "cpuinfo" else read(path, **how))
+    assert device.kernel_folder(tmp_path) != here and device.kernel_folder(tmp_path).parent == here.parent
+
+
+def test_a_compiler_that_does_not_know_the_flags_is_called_without(tmp_path: Path) -> None:
+    (tmp_path / "g++").write_text('#!/bin/sh\n[ "$1" = -march=native ] && echo bad >&2 && exit 1\necho "plain $@"\n')
+    (tmp_path / "g++").chmod(0o755)
+    made = device.cpu_environment(1, tmp_path, {"PATH": str(tmp_path)})
+    done = subprocess.run(["g++", "a b", "c"], env=made, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("plain a b c\n", "")
+    # A worker's child finds the real compiler, not a chain of ours.
+    again = device.cpu_environment(1, tmp_path, {"PATH": made["PATH"]})
+    assert again["PATH"] == made["PATH"]
