@@ -42,6 +42,8 @@ BLAS_PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
 # multiply-add. With this machine's own instructions and exp inlined they are vector loops. Nobody asks for a trap or an
 # errno; no other freedom is given, so infinities and NaN stay what they are.
 KERNEL_FLAGS = "-march=native -fno-trapping-math -fno-math-errno -finline-limit=10000"
+# By which of cpu_environment()'s variables a process gets them.
+KERNEL_VARIABLES = ("PATH", "TMPDIR")
 
 # 64 x 64 matrices of ones: each element of the product is 64. Large enough to take the vector kernels.
 TRY_BLAS = """

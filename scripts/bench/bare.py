@@ -1,8 +1,8 @@
-"""The engine without Millpond round it, in a process of its own: `python -m scripts.bench.bare FOLDER SLOTS`.
+"""A generator without a server round it, in a process of its own: `python -m scripts.bench.bare FOLDER SLOTS KIND`.
 
-Generates the same prompts two ways over the same float32 weights: mlx-lm's BatchGenerator driven by nothing but a loop,
-and our engine driven by a loop. Everything that HTTP, broker and worker add is absent. Commands come line by line on
-stdin.
+Generates the same prompts over the same float32 weights. KIND generator: mlx-lm's BatchGenerator driven by nothing but a
+loop, on mlx as it comes; engine: our engine driven by a loop, computing as in a worker. Everything that HTTP, broker and
+worker add is absent. Commands come line by line on stdin.
 """
 
 import importlib
@@ -29,24 +29,30 @@ PREFILL_STEP, PREFILL_BATCH = 256, 8
 
 
 class Bare:
-    """Both engines, loaded."""
-
-    def __init__(self, folder: Path, slots: int) -> None:
-        facts = model_files.read(folder)
-        self._generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
-            load_weights(folder, FLOAT32, lambda _: None),
-            stop_tokens=[[token] for token in facts.eos_ids],
-            completion_batch_size=slots,
-            prefill_batch_size=PREFILL_BATCH,
-            prefill_step_size=PREFILL_STEP,
-        )
-        self._engine = BatchedEngine(folder, slots=slots, prefill_step=PREFILL_STEP, cpu_weights=FLOAT32)
-        self._engine.load(lambda _: None)
-        self._requests = 0
+    """What both kinds have. Commands are methods."""
 
     def facts(self) -> dict[str, Any]:
         """What it runs on."""
         return {"blas": device.blas_in_use()}
+
+    def serve(self) -> None:
+        """Carry out commands until stdin ends."""
+        for line in sys.stdin:
+            command = json.loads(line)
+            print(json.dumps(getattr(self, command.pop("do"))(**command)), flush=True)
+
+
+class BareGenerator(Bare):
+    """mlx-lm's BatchGenerator, loaded."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        self._generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
+            load_weights(folder, FLOAT32, lambda _: None),
+            stop_tokens=[[token] for token in model_files.read(folder).eos_ids],
+            completion_batch_size=slots,
+            prefill_batch_size=PREFILL_BATCH,
+            prefill_step_size=PREFILL_STEP,
+        )
 
     def generator(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """mlx-lm's BatchGenerator alone."""
@@ -59,6 +65,15 @@ class Bare:
                 made += response.finish_reason != "stop"
                 left -= response.finish_reason is not None
         return {"tokens": made, "wall_s": time.monotonic() - began}
+
+
+class BareEngine(Bare):
+    """Our engine, loaded."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        self._engine = BatchedEngine(folder, slots=slots, prefill_step=PREFILL_STEP, cpu_weights=FLOAT32)
+        self._engine.load(lambda _: None)
+        self._requests = 0
 
     def engine(self, prompts: list[list[int]], tokens: int, **wanted: Any) -> dict[str, Any]:
         """The worker's engine, with its text and its checks. wanted: more fields of the requests."""
@@ -140,12 +155,7 @@ class Bare:
         self._engine.start(id, GenerationRequest(prompt, tokens, Sampling(temperature=0.0), **wanted))
         return id
 
-    def serve(self) -> None:
-        """Carry out commands until stdin ends."""
-        for line in sys.stdin:
-            command = json.loads(line)
-            print(json.dumps(getattr(self, command.pop("do"))(**command)), flush=True)
-
 
 if __name__ == "__main__":
-    Bare(Path(sys.argv[1]), int(sys.argv[2])).serve()
+    kind = {"generator": BareGenerator, "engine": BareEngine}[sys.argv[3]]
+    kind(Path(sys.argv[1]), int(sys.argv[2])).serve()

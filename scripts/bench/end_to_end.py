@@ -5,9 +5,9 @@ BatchGenerator in a bare process, our engine in a bare process, and the whole po
 other processes use meanwhile, per token, where all sixteen tokens of a step come together as they do in real use.
 """
 
-from scripts.bench.children import Child
+from scripts.bench.bare_pair import BarePair
 from scripts.bench.goals import Figure, Report, table
-from scripts.bench.instances import demo, demo_folder, home
+from scripts.bench.instances import demo, demo_folder
 from scripts.bench.load import drive, stories, tokens_per_s
 from scripts.bench.meter import CpuMeter, Span, alternating
 from scripts.harness import Harness
@@ -17,14 +17,9 @@ ROWS = 16
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    from worker import device
-    from worker.settings import WorkerSettings
-
     rounds, tokens = (1, 8) if quick else (5, 64)
-    folder = demo_folder()
-    environment = device.cpu_environment(WorkerSettings().threads_for(1), home())
-    with demo() as harness, Child("scripts.bench.bare", str(folder), str(ROWS), environment=environment) as bare:
-        blas = (bare.ask(do="facts")["blas"], harness.snapshot()["workers"][0]["blas"])
+    with demo() as harness, BarePair(demo_folder(), ROWS) as bare:
+        blas = (bare.blas(), harness.snapshot()["workers"][0]["blas"])
         if blas[0] != blas[1]:
             raise RuntimeError(f"the bare process has {blas[0]} and the worker {blas[1]}")
         bench = EndToEnd(harness, bare, tokens)
@@ -43,7 +38,7 @@ def run(quick: bool) -> Report:
             for part in ("api", "broker", "client")
         ),
     ]
-    notes = (f"Worker and bare process on {blas[0]}; the client of HTTP shares the cores with them.",)
+    notes = (f"Worker and bare processes on {blas[0]}; the client of HTTP shares the cores with them.",)
     title = f"Tokens per second of {ROWS} streams arriving together, {tokens} tokens a reply"
     return Report("end_to_end", [table(title, figures, notes)], figures)
 
@@ -51,7 +46,7 @@ def run(quick: bool) -> Report:
 class EndToEnd:
     """The three ways. Each takes prompts of its own, of the same kind; none is sent twice."""
 
-    def __init__(self, harness: Harness, bare: Child, tokens: int) -> None:
+    def __init__(self, harness: Harness, bare: BarePair, tokens: int) -> None:
         from api.prompt import PromptSource
 
         self._harness, self._bare, self._tokens = harness, bare, tokens

@@ -1,17 +1,17 @@
-"""engine: what the worker's engine and pipeline make of mlx-lm's own speed, in one bare process, with the demo model.
+"""engine: what the worker's engine and pipeline make of mlx-lm's own speed, in bare processes, with the demo model.
 
-The base is mlx-lm's BatchGenerator driven by nothing but a loop over the same float32 weights. Against it, alternating in
-one run with sixteen rows: our engine; the engine with all that the worker does with its tokens; with a grammar on every
-row; with log-probabilities on every row. Then what a prefix that was read before saves, and how long a long prompt holds
-up rows that decode.
+The base is mlx-lm's BatchGenerator driven by nothing but a loop over the same float32 weights with the same BLAS, on mlx
+as it comes. Against it, alternating in one run with sixteen rows: our engine; the engine with all that the worker does
+with its tokens; with a grammar on every row; with log-probabilities on every row. Then what a prefix that was read
+before saves, and how long a long prompt holds up rows that decode.
 """
 
 import random
 from functools import partial
 
-from scripts.bench.children import Child
+from scripts.bench.bare_pair import BarePair
 from scripts.bench.goals import Figure, Report, table
-from scripts.bench.instances import demo_folder, home
+from scripts.bench.instances import demo_folder
 from scripts.bench.load import stories
 from scripts.bench.meter import alternating
 
@@ -25,14 +25,10 @@ STALL_S = 0.5
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    from worker import device
-    from worker.settings import WorkerSettings
-
     rounds, tokens, scale = (1, 8, 20) if quick else (3, 32, 1)
     folder = demo_folder()
-    environment = device.cpu_environment(WorkerSettings().threads_for(1), home())
-    with Child("scripts.bench.bare", str(folder), str(ROWS), environment=environment) as bare:
-        blas = bare.ask(do="facts")["blas"]
+    with BarePair(folder, ROWS) as bare:
+        blas = bare.blas()
         bench = Bench(bare, tokens)
         ways = {
             "generator": partial(bench.rate, "generator"),
@@ -67,14 +63,14 @@ def run(quick: bool) -> Report:
             [gap / STALL_S for gap in stall], "{:.2f}", most=2.0,
         ),
     ]  # fmt: skip
-    title = f"Tokens per second of {ROWS} rows, {tokens} tokens each, in a bare process on {blas}"
+    title = f"Tokens per second of {ROWS} rows, {tokens} tokens each, in bare processes on {blas}"
     return Report("engine", [table(title, figures), table("Reading prompts", reading)], [*figures, *reading])
 
 
 class Bench:
-    """The bare process, with prompts that it never saw."""
+    """The bare processes, with prompts that they never saw."""
 
-    def __init__(self, bare: Child, tokens: int) -> None:
+    def __init__(self, bare: BarePair, tokens: int) -> None:
         from api.prompt import PromptSource
 
         self._bare, self._tokens = bare, tokens

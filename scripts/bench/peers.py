@@ -1,8 +1,8 @@
 """peers: the same work against mlx_lm.server of the installed mlx-lm, alternating in one run, with the demo model.
 
-The peer runs twice: as pip installs it (the model's own 4-bit weights, the BLAS that mlx-cpu links), and with what
-Millpond gives its workers (float32 weights, OpenBLAS preloaded), which compares the servers alone. All get the same
-prompts, greedy, and every reply is checked to be whole.
+The peer runs twice: as pip installs it (the model's own 4-bit weights, the BLAS that mlx-cpu links), and with the
+float32 weights and the OpenBLAS that Millpond's workers have, which leaves the servers and what they make of mlx. All
+get the same prompts, greedy, and every reply is checked to be whole.
 """
 
 import json
@@ -107,11 +107,14 @@ class Peer:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> "Peer":
+        from worker import device
+
         self._folder = Path(tempfile.mkdtemp(prefix="millpond-peer-"))
         environment: Mapping[str, str] = plain_environment()
         model = demo_folder()
         if self._alike:
-            environment = {**environment, **_as_workers_have_it()}
+            blas = {key: value for key, value in _as_workers_have_it().items() if key not in device.KERNEL_VARIABLES}
+            environment = {**environment, **blas}
             model = float32_copy(model, self._folder / "float32")
         self._pipe = DeathPipe()
         command = python(

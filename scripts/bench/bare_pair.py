@@ -1,0 +1,45 @@
+"""mlx-lm's generator and our engine, each in a bare process, for benchmarks to ask by turns.
+
+Owns what each process is given. Must never load mlx itself. Invariant: both have the same BLAS and as many threads.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.children import Child
+from scripts.bench.instances import home
+from worker import device
+from worker.settings import WorkerSettings
+
+
+class BarePair:
+    """Both kinds, each in a process with the BLAS that workers get. Use as a context manager.
+
+    The generator's has mlx's own kernels: those of our workers are what we make faster.
+    """
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        ours = device.cpu_environment(WorkerSettings().threads_for(1), home())
+        theirs = {name: value for name, value in ours.items() if name not in device.KERNEL_VARIABLES}
+        self._children = {
+            kind: Child("scripts.bench.bare", str(folder), str(slots), kind, environment=environment)
+            for kind, environment in (("generator", theirs), ("engine", ours))
+        }
+
+    def __enter__(self) -> "BarePair":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for child in self._children.values():
+            child.__exit__(*error)
+
+    def blas(self) -> str:
+        """What both compute with. Raises RuntimeError when they differ."""
+        found = {child.ask(do="facts")["blas"] for child in self._children.values()}
+        if len(found) > 1:
+            raise RuntimeError(f"the bare processes compute with {' and '.join(found)}")
+        return str(found.pop())
+
+    def ask(self, do: str, **wanted: Any) -> dict[str, Any]:
+        """Have the process that can do it do it."""
+        return self._children["generator" if do == "generator" else "engine"].ask(do=do, **wanted)
