@@ -1,15 +1,22 @@
 """The CPU's attention and softmax against mlx's own."""
 
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, save_config, save_model
 
 from worker import device
 from worker.engines import cpu_kernels
+from worker.engines.weights import load_weights
+from worker.plan import FLOAT32
 
 pytestmark = pytest.mark.skipif(device.backend() != device.CPU, reason="only used on a CPU")
 
@@ -82,6 +89,31 @@ def test_logsumexp_is_mlx_own() -> None:
     values = mx.random.normal((5, 3001)) * 40
     values[1, :3000] = -mx.inf
     assert mx.allclose(cpu_kernels.logsumexp(values), mx.logsumexp(values, axis=-1, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_lie_in_columns_and_are_the_same(tiny_model: Path, tmp_path: Path, tied: bool) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    model, config = load_model(tiny_model)
+    config["tie_word_embeddings"] = tied
+    save_model(tmp_path, type(model)(dataclasses.replace(model.args, tie_word_embeddings=tied)))
+    save_config(config, tmp_path / "config.json")
+    plain, _ = load_model(tmp_path)
+    plain.set_dtype(mx.float32)
+    made = load_weights(tmp_path, FLOAT32, lambda words: None)
+    by_columns = {name for name, module in made.named_modules() if _first_stride(module) == 4}
+    linear = {name for name, module in made.named_modules() if isinstance(module, nn.Linear)}
+    assert linear and by_columns == linear | ({"model.embed_tokens"} if tied else set())
+    for name, weight in tree_flatten(plain.parameters()):
+        assert mx.array_equal(weight, dict(tree_flatten(made.parameters()))[name])
+    tokens = mx.array([[1, 2, 3, 250]])
+    assert mx.allclose(plain(tokens), made(tokens), atol=1e-4)
+
+
+def _first_stride(module: nn.Module) -> int:
+    """Bytes between the first rows' first numbers."""
+    weight = module.get("weight")
+    return memoryview(weight).strides[0] if isinstance(weight, mx.array) and weight.ndim == 2 else 0
 
 
 # Every kernel that this program needs is compiled by one process with the flags and by one without.

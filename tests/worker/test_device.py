@@ -34,11 +34,16 @@ def test_the_environment_sets_threads_and_a_private_kernel_folder(tmp_path: Path
 
 @linux
 def test_what_was_set_before_is_kept(tmp_path: Path) -> None:
+    ours = ":".join(device.MALLOC)
     before = {"GLIBC_TUNABLES": "glibc.malloc.check=1", "PATH": os.environ["PATH"]}
     made = device.cpu_environment(1, tmp_path, before)
-    assert made["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1:glibc.malloc.check=1"
-    before["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    assert device.cpu_environment(1, tmp_path, before)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert made["GLIBC_TUNABLES"] == f"{ours}:glibc.malloc.check=1"
+    # Given on to a child that asks again, it does not grow.
+    assert device.cpu_environment(1, tmp_path, {**before, **made})["GLIBC_TUNABLES"] == made["GLIBC_TUNABLES"]
+    before["GLIBC_TUNABLES"] = device.MALLOC[0]
+    again = device.cpu_environment(1, tmp_path, before)["GLIBC_TUNABLES"].split(":")
+    assert sorted(again) == sorted(device.MALLOC)
+    assert device.cpu_environment(1, tmp_path, {"PATH": ""})["GLIBC_TUNABLES"] == ours
 
 
 @linux

@@ -28,11 +28,28 @@ def load_weights(folder: Path, precision: str, progress: Callable[[str], None]) 
             model = mlx_lm_0_32.unpack_quantized(model)
             model.set_dtype(mx.float32)
         _evaluate(model)
+        if device.backend() == device.CPU:
+            _lay_out(model)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError, ImportError) as error:
         text = " ".join(str(error).split())[:200]
         raise ConfigError(f"mlx-lm cannot load {folder}: {type(error).__name__}: {text}") from error
     device.clear_cache()
     return model
+
+
+def _lay_out(model: nn.Module) -> None:
+    """Put the float32 matrices down column by column: OpenBLAS multiplies few rows by them in less time so.
+
+    Only how they lie in memory changes. An embedding takes part where the logits are made of it too.
+    """
+    tied = "lm_head" not in model
+    for module in model.modules():
+        if type(module) is nn.Linear or (type(module) is nn.Embedding and tied):
+            weight = module.weight
+            if weight.dtype == mx.float32:
+                del module.weight
+                module.weight = mx.contiguous(weight.T).T
+                mx.eval(module.weight)
 
 
 def _evaluate(model: nn.Module) -> None:
