@@ -17,9 +17,10 @@ from common.errors import ConfigError
 from common.generation import GenerationRequest, Sampling
 from common.ids import RequestId
 from tests.worker.driving import Reply, collect, drain, run, rid
-from worker.engine import Unsupported
+from worker.engine import Committed, Prefilled, Unsupported
 from worker.engines import sampling as sampling_module
 from worker.engines.batched import BatchedEngine, read_well_together
+from worker.engines.company import Company
 
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=0.9, top_p=0.95)
@@ -97,6 +98,23 @@ def test_rows_that_join_leave_and_are_cancelled_change_no_other_row(engine: Batc
 def test_more_rows_than_slots_wait_their_turn(engine: BatchedEngine) -> None:
     replies = run(engine, {rid(n): request(n, 3, max_tokens=4) for n in range(20)})
     assert {reply.reason for reply in replies.values()} == {"length"}
+
+
+def test_prompts_that_come_together_wait_for_each_other_and_no_longer(
+    engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_company", Company(30.0))
+    monkeypatch.setattr(engine._pace, "seconds", lambda tokens: 1000.0)
+    for number in range(8):
+        # The last one fills the slots: there is nobody to wait for.
+        assert number == 0 or (engine.due_in() > 20 and engine.step() == [] and engine.busy)
+        engine.start(rid(number), request(number, 5))
+    assert engine.due_in() == 0.0
+    assert len({step.request for step in engine.step() if isinstance(step, Prefilled)}) == 8
+    # Rows that run never wait for those that come.
+    engine.cancel(rid(0))
+    engine.start(rid(9), request(9, 5))
+    assert engine.due_in() == 0.0 and any(isinstance(step, Committed) for step in engine.step())
 
 
 def test_a_long_prompt_is_read_in_steps_while_others_decode(engine: BatchedEngine) -> None:

@@ -27,6 +27,7 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
     if denoises(model.folder):
         return _diffusion(chosen, model)
     from worker.engines.batched import BatchedEngine
+    from worker.engines.company import GAP_S
 
     draft = chosen.draft_for(model.name)
     return BatchedEngine(
@@ -41,6 +42,7 @@ def make(chosen: WorkerSettings, model: ModelChoice) -> Engine:
         decode_stall_s=chosen.decode_stall_ms / 1000,
         draft=Path(draft) if draft else None,
         draft_tokens=chosen.draft_tokens,
+        company_s=GAP_S,
     )
 
 

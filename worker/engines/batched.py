@@ -25,6 +25,7 @@ from worker import device, model_files
 from worker.engine import Committed, Ended, EngineFacts, Prefilled, Step, Unsupported
 from worker.engines import cpu_kernels, markup, sampling
 from worker.engines.batch import Batch, Prompt
+from worker.engines.company import Company
 from worker.engines.costs import copied_per_s, read_well_together, weight_bytes
 from worker.engines.grammar import BadGrammar, Grammars, RowGrammar
 from worker.engines.logprobs import token_logprobs
@@ -98,10 +99,12 @@ class BatchedEngine:
         decode_stall_s: float = 0.5,
         draft: Path | None = None,
         draft_tokens: int = 3,
+        company_s: float = 0.0,
     ) -> None:
         """kv_tokens 0: slots x context. context 0: the model's own. memory_share: bytes this worker may use; 0: what
         is free now. prompt_cache_bytes 0: an eighth of that. decode_stall_s: how long reading may hold up decoding.
-        draft: folder of a draft model, of which so many tokens are taken at a time; None: no speculation."""
+        draft: folder of a draft model, of which so many tokens are taken at a time; None: no speculation.
+        company_s: how long a prompt waits for the next one while nothing runs."""
         self._folder = folder
         self._slots = slots
         self._kv_tokens = kv_tokens
@@ -113,6 +116,7 @@ class BatchedEngine:
         self._prompt_cache_bytes = prompt_cache_bytes
         self._decode_stall_s = decode_stall_s
         self._pace = Pace(decode_stall_s, prefill_step)
+        self._company = Company(company_s)
         self._draft = draft
         self._draft_tokens = draft_tokens
         self._speculation: Speculation | None = None
@@ -266,6 +270,7 @@ class BatchedEngine:
             request_id, request, self._texts.stream(), sampler, logits, grammar, self._last_uid,
             np.asarray(request.prompt, np.int64),
         )  # fmt: skip
+        self._company.came(time.monotonic(), self._pace.seconds(len(request.prompt)))
 
     def cancel(self, request_id: RequestId) -> None:
         if self._speculation and self._speculation.cancel(request_id):
@@ -280,7 +285,10 @@ class BatchedEngine:
         return bool(self._rows or self._waiting or (self._speculation and self._speculation.busy))
 
     def due_in(self) -> float:
-        return 0.0
+        speculates = self._speculation and self._speculation.busy
+        if self._rows or not self._waiting or len(self._waiting) >= self._slots or speculates:
+            return 0.0
+        return self._company.due_in(time.monotonic())
 
     def _sampler(self, request: GenerationRequest) -> sampling.Draw | None:
         """None: greedy."""
@@ -333,8 +341,11 @@ class BatchedEngine:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Step]:
+        if self.due_in():
+            return []
         steps = self._speculation.step(self._batch.decodes) if self._speculation else []
         begun = time.monotonic()
+        self._company.left()
         self._join()
         if not self._rows:
             return steps

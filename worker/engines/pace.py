@@ -27,6 +27,10 @@ class Pace:
         tokens = self._per_stall * (1 if decodes else ALONE)
         return min(max(int(tokens), LEAST), self._most)
 
+    def seconds(self, tokens: int) -> float:
+        """About how long it takes to read so many."""
+        return tokens * self._stall_s / self._per_stall
+
     def took(self, allowed: int, read: int, seconds: float) -> None:
         """A step that was allowed so many tokens read so many, and lasted so long in all."""
         # The end of a prompt is too few tokens to tell the speed, unless even they took too long.
