@@ -241,6 +241,11 @@ class Ledger:
             self.traces.mark(id, "first_tokens", now)
         return [Relay(request.api)]
 
+    def streamed_to(self, peer: PeerId, id: RequestId, attempt: int) -> PeerId | None:
+        """Where pieces go of a reply whose first ones have gone; None: not such a reply, or nobody wants it."""
+        request = self._wanted(peer, id, attempt)
+        return request.api if request is not None and request.streaming else None
+
     def done(self, peer: PeerId, message: Done, payload: bytes, now: float) -> list[Effect]:
         """The one place where a slot comes back from a live worker."""
         worker = self.workers.get(peer)

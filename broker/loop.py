@@ -86,27 +86,29 @@ class Loop:
         for frames in messages:
             now = self._clock()
             peer = PeerId(frames[0])
+            if not front and len(frames) == 3:
+                to = self._switchboard.streamed_to(peer, frames[1], now)
+                if to is not None:
+                    relays.append((to, frames[1], frames[2]))
+                    continue
+            self._relay(relays)
             try:
                 envelope, payload = sockets.envelope_and_payload(frames[1:])
             except ProtocolError as error:
-                self._relay(relays)
                 self._carry_out(self._switchboard.malformed_frames(peer, str(error), now), peer, b"", b"", now)
                 continue
             effects = self._switchboard.receive(front, peer, envelope, payload, now)
-            if len(effects) == 1 and type(effects[0]) is Relay:
-                relays.append((effects[0].peer, envelope, payload))
-            elif effects:
-                self._relay(relays)
-                self._carry_out(effects, peer, envelope, payload, now)
+            self._carry_out(effects, peer, envelope, payload, now)
         self._relay(relays)
 
     def _relay(self, relays: list[tuple[PeerId, bytes, bytes]]) -> None:
         """Send what was kept, in order, and empty the list."""
         for peer, envelope, payload in relays:
-            now = self._clock()
-            failed = self._send(self._front, peer, None, envelope, payload, now)
-            if failed:
-                self._carry_out(failed, None, b"", b"", now)
+            try:
+                sockets.relay(self._front, peer, envelope, payload)
+            except (sockets.WouldBlock, sockets.Unreachable):
+                now = self._clock()
+                self._carry_out(self._switchboard.undeliverable(peer, None, now), None, b"", b"", now)
         relays.clear()
 
     def _carry_out(

@@ -91,6 +91,21 @@ class Switchboard:
         record.heard_at = now
         return self._act(record, message, payload, now)
 
+    def streamed_to(self, peer: PeerId, envelope: bytes, now: float) -> PeerId | None:
+        """The api peer to which a message from the back is to be relayed and nothing else is to be done; None: receive()
+        it. A short way for what comes a thousand times as often as anything else."""
+        try:
+            message = decode(envelope)
+        except ProtocolError:
+            return None
+        record = self.roster.peers.get(peer)
+        if type(message) is not Tokens or record is None or record.role != "worker":
+            return None
+        api = self.ledger.streamed_to(peer, message.request, message.attempt)
+        if api is not None:
+            record.heard_at = now
+        return api
+
     def malformed_frames(self, peer: PeerId, reason: str, now: float) -> list[Effect]:
         """Not even two frames."""
         return self._mistake(peer, reason, now)

@@ -93,6 +93,35 @@ def test_a_request_walks_through(board: Board) -> None:
     assert snapshot["tokens"] == {"prompt": 10, "cached": 0, "completion": 1}
 
 
+def test_the_short_way_of_a_streaming_reply_is_what_receive_would_do(board: Board) -> None:
+    board.say(b"worker2", hello("worker", "another"))
+    pieces = encode(Tokens(A, 1, 1))
+
+    def short(peer: bytes = WORKER, envelope: bytes = pieces) -> bytes | None:
+        return board.core.streamed_to(peer, envelope, board.now)
+
+    assert short() is None
+    board.submit()
+    board.say(WORKER, Started(A, 1, "batched", "worker"))
+    # The first pieces end the chance of a second attempt: there is more to do than to relay them.
+    assert short() is None
+    assert board.say(WORKER, Tokens(A, 1, 0), b"piece") == [Relay(API)]
+    board.now = 3.5
+    assert short() == API
+    assert board.core.roster.peers[WORKER].heard_at == 3.5
+    assert board.say(WORKER, Tokens(A, 1, 1), b"piece") == [Relay(API)]
+    # Another attempt, request, sender, message; no message at all.
+    for peer, message in [
+        (WORKER, Tokens(A, 2, 1)), (WORKER, Tokens(B, 1, 1)), (b"worker2", Tokens(A, 1, 1)), (POOL, Tokens(A, 1, 1)),
+        (b"stranger", Tokens(A, 1, 1)), (WORKER, Heartbeat()), (WORKER, Done(A, 1, Outcome.STOP, 1, 0, 1)),
+    ]:  # fmt: skip
+        assert short(peer, encode(message)) is None
+    assert short(envelope=b"junk") is None
+    # A lost or cancelled request is nobody's.
+    board.say(API, Cancel(A))
+    assert short() is None and board.say(WORKER, Tokens(A, 1, 1)) == []
+
+
 def test_who_has_not_said_hello_is_told_to(board: Board) -> None:
     assert hangups(board.say(b"api2", Heartbeat())) == [b"api2"]
 
