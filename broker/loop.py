@@ -83,15 +83,16 @@ class Loop:
         # Sends that follow each other wake libzmq's I/O thread once, lone ones each time; so what is only to be relayed is
         # kept until something else is to be done, and its order stays.
         relays: list[tuple[PeerId, bytes, bytes]] = []
+        streamed_to, came_at = self._switchboard.streamed_to, self._clock()
         for frames in messages:
-            now = self._clock()
             peer = PeerId(frames[0])
             if not front and len(frames) == 3:
-                to = self._switchboard.streamed_to(peer, frames[1], now)
+                to = streamed_to(peer, frames[1], came_at)
                 if to is not None:
                     relays.append((to, frames[1], frames[2]))
                     continue
             self._relay(relays)
+            now = self._clock()
             try:
                 envelope, payload = sockets.envelope_and_payload(frames[1:])
             except ProtocolError as error:
