@@ -18,6 +18,6 @@ def banner(host: str, port: int, snapshot: dict[str, Any]) -> str:
                 f"{mine[0]['slots']} slots each{blas}"
             )
     name = workers[0]["model"] if workers else ""
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}'
     lines += ["", f"  curl {url}/v1/chat/completions -d '{body}'", ""]
     return "\n".join(lines)
