@@ -5,6 +5,7 @@ Owns what concerns the server and its processes. Invariant: the application's ow
 patience does.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -110,6 +111,9 @@ def post_worker_init(worker: Any) -> None:
     connections = Connections(_settings.header_timeout, _settings.stall_timeout)
     connections.install()
     Drain(worker, app.lifecycle, app.link, connections, _cuts, _settings.shutdown_timeout).listen()
+    # What was imported stays for good. Looked through at each full collection, it held up every stream for some 50 ms.
+    gc.collect()
+    gc.freeze()
 
 
 def on_exit(server: Any) -> None:

@@ -62,6 +62,8 @@ class Running:
         self._started_at = now
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
+        # As the last step's pace promises; in the past until there is a pace.
+        self.next_token_at = 0.0
         self._marks: list[tuple[str, float]] = [(f"taken ({'; '.join(reasons)})" if len(reasons) > 1 else "taken", now)]
 
     @property
@@ -86,7 +88,11 @@ class Running:
         times = count if self._last_token_at is not None else count - 1
         since = self._last_token_at if self._last_token_at is not None else now
         self._last_token_at = now
-        return ((now - since) / times, times) if times else (0.0, 0)
+        if not times:
+            return 0.0, 0
+        interval_s = (now - since) / times
+        self.next_token_at = now + interval_s
+        return interval_s, times
 
     def committed(self, step: Committed, now: float) -> list[Piece]:
         """A token; the pieces that are certain with it."""

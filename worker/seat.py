@@ -32,8 +32,11 @@ class Seat:
         self.pieces += pieces
 
     def due(self, next_at: float) -> bool:
-        """Whether its pieces must leave before a step that will give the next ones at this instant."""
-        return bool(self.pieces) and (not self.running.sequence or next_at >= self._since + COALESCE_S)
+        """Whether its pieces must leave before the next step, which comes at this instant."""
+        if not self.pieces or not self.running.sequence:
+            return bool(self.pieces)
+        # The next step may be another row's: this one's own pace says when it will have more.
+        return max(next_at, self.running.next_token_at) >= self._since + COALESCE_S
 
     def frame(self) -> tuple[Tokens, bytes]:
         """What it kept, as the next message and its payload."""

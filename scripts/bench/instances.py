@@ -14,15 +14,14 @@ from scripts.harness import Harness
 
 
 @contextmanager
-def scripted(*flags: str) -> Iterator[Harness]:
-    """The scripted engine behind one API process, with the tiny model's tokenizer."""
+def scripted(*flags: str, api_processes: int = 1) -> Iterator[Harness]:
+    """The scripted engine behind one API process or more, with the tiny model's tokenizer."""
     from fixtures.tiny_model import build
 
     with tempfile.TemporaryDirectory() as folder:
         model = build(Path(folder) / "tiny")
-        with Harness(
-            "--engine", "scripted", "--api-processes", "1", "--log-level", "error", *flags, model=model
-        ) as harness:
+        own = ("--engine", "scripted", "--api-processes", str(api_processes), "--log-level", "error")
+        with Harness(*own, *flags, model=model) as harness:
             yield harness
 
 

@@ -371,6 +371,19 @@ def test_pieces_of_slow_steps_never_wait() -> None:
         assert frames(stage) == [1] * 5
 
 
+def test_a_slow_rows_pieces_do_not_wait_for_other_rows_steps() -> None:
+    slow, fast = Committed(A, 5, "a"), Committed(B, 5, "b")
+    stage = quick(0.01, *([slow, fast] if step % 5 == 0 else [fast] for step in range(16)))
+    stage.work(A)
+    stage.work(B)
+    sent_at = []
+    for turn in range(16):
+        before = len(stage.sent(Tokens))
+        stage.turns()
+        sent_at += [turn for message in stage.sent(Tokens)[before:] if message.request == A]  # type: ignore[attr-defined]
+    assert sent_at == [0, 5, 10, 15]
+
+
 def test_nothing_waits_while_a_prompt_is_read() -> None:
     reading: list[list[Step]] = [[*step, Prefilled(B, 1, 9)] for step in words(3)]
     stage = quick(0.001, *words(2), *reading)

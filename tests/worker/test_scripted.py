@@ -180,6 +180,30 @@ def test_a_late_step_gives_what_is_due_and_no_more(
         assert len(replies[ONE].tokens) == expected
 
 
+def test_stamped_tokens_say_when_they_were_due_and_made(make: Make, ask: Ask, clock: Clock) -> None:
+    for block, dues in ((1, (0, 100, 200, 300)), (2, (0, 0, 200, 200))):
+        engine = make(rate=10, delay_s=0.5)
+        engine.start(ONE, ask(scripted(count=4, stamp=True, block=block)))
+        replies, first = {ONE: Reply()}, round((clock.now + 0.5) * 1000)
+        while engine.busy:
+            clock.sleep(engine.due_in() + 0.25)
+            collect(replies, engine.step())
+        stamps = [[int(part) for part in text.split(":")] for text in replies[ONE].texts[:-1]]
+        assert [due // 1000 - first for due, _ in stamps] == list(dues)
+        assert all(made >= due + 50_000 for due, made in stamps) and stamps[-1][1] == round(clock.now * 1e6)
+    engine = make(rate=0)
+    engine.start(ONE, ask(scripted(count=2, stamp=True)))
+    now = f" {clock.now * 1e6:.0f}"
+    assert run_on(engine) == [f"{now}:{now.strip()}"] * 2
+
+
+def run_on(engine: ScriptedEngine) -> list[str]:
+    replies = {ONE: Reply()}
+    while engine.busy:
+        collect(replies, engine.step())
+    return replies[ONE].texts[:-1]
+
+
 def test_blocks_come_whole(make: Make, ask: Ask, clock: Clock) -> None:
     engine = make(block=16)
     assert (engine.facts.block, list(engine.facts.lanes)) == (16, ["serial"])

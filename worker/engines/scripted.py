@@ -17,6 +17,7 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
   hang_at    step() sleeps for ever;  spin_at  step() computes for ever
   refuse     true: start() raises Unsupported;  slow_cancel_s: cancel() takes so long
   memory     from its start on the process says that it holds so many bytes
+  stamp      true: each token is " DUE:COMMITTED", the instants at which it was due and was made, in µs of this clock
 
 Without a script the reply is 16 words, the first naming the prompt, so that replies cannot be mistaken for each other.
 Reasoning is written <think>...</think>, a call <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Qwen and
@@ -90,6 +91,7 @@ class Script(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     refuse: bool = False
     slow_cancel_s: float = 0.0
     memory: int | None = None
+    stamp: bool = False
 
 
 @dataclass
@@ -120,6 +122,12 @@ class _Row:
         late = (int(elapsed) // self.block + 1) * self.block - self.given if self.rate else self.block
         # At least a block: rounding may put `elapsed` just under the moment that due_at() named.
         return min(max(late, self.block), max(MAX_LATE_TOKENS, self.block), len(self.tokens) - self.given)
+
+    def stamp(self, now: float) -> str:
+        """The next token's text where it tells its times."""
+        begun = self.given - self.given % self.block
+        due_at = self.first_at + (begun / self.rate if self.rate else 0.0)
+        return f" {due_at * 1e6:.0f}:{now * 1e6:.0f}"
 
 
 class ScriptedEngine:
@@ -279,7 +287,8 @@ class ScriptedEngine:
         return steps
 
     def _committed(self, row: _Row) -> Committed:
-        text = row.tokens[row.given]
+        # Read anew for each token: what the step still does afterwards is no part of an earlier moment.
+        text = row.stamp(self._clock()) if row.script.stamp else row.tokens[row.given]
         token = self._texts.tokenizer.token_to_id(text)
         logprob = _logprob(text, row.given, row.top_logprobs)
         return Committed(row.id, row.given if token is None else token, text, logprob)
