@@ -62,10 +62,9 @@ class Edge:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1000})
+            # http: api/connections lets no upgrade to anything else through.
+            await self._answer(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

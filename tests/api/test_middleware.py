@@ -191,8 +191,3 @@ def test_the_lifespan_starts_and_stops_what_it_was_given() -> None:
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
     ]
-
-
-def test_a_websocket_is_closed() -> None:
-    exchange_sent = run(edge(answering), {"type": "websocket"}).sent
-    assert exchange_sent == [{"type": "websocket.close", "code": 1000}]
