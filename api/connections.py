@@ -8,13 +8,14 @@ between connection_made and connection_lost.
 import asyncio
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gunicorn.asgi.parser import UnsupportedTransferCoding
 from gunicorn.asgi.protocol import ASGIProtocol
 from gunicorn.workers import gasgi
 
+from api.disconnect import CLIENT
 from api.malformed import refusal, unsupported_coding
 from api.request_line import RequestLine, new_label
 
@@ -66,6 +67,7 @@ class Connection(ASGIProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._made_at = 0.0
+        self._left: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -80,6 +82,8 @@ class Connection(ASGIProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._left is not None:
+            self._left()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -128,6 +132,26 @@ class Connection(ASGIProtocol):
             # The server would take what is coded for the body itself; raised here, it ends as its own refusals do.
             raise UnsupportedTransferCoding(coding)
         return super()._on_headers_complete()
+
+    async def _serve_http_request(self, request: Any, sockname: Any, peername: Any) -> bool:
+        # The server would run each call in a task of its own, so that an application may go on after its response and the
+        # next request begin meanwhile. Ours is over with its response, and a task costs as much as a chunk.
+        return await self._handle_http_request(request, sockname, peername)
+
+    def _build_http_scope(self, request: Any, sockname: Any, peername: Any) -> dict[str, Any]:
+        scope = super()._build_http_scope(request, sockname, peername)
+        scope[CLIENT] = self
+        return scope
+
+    def tell_of_departure(self, left: Callable[[], None] | None) -> None:
+        """As Client has it."""
+        self._left = left
+        if left is not None and self._closed:
+            left()
+
+    def has_whole_body(self) -> bool:
+        """As Client has it."""
+        return self._body_receiver is not None and self._body_receiver._complete
 
     def _is_websocket_upgrade(self, request: Any) -> bool:
         # A server may pass over an Upgrade (RFC 9110, 7.8). The answer is then that of the request without it, in our

@@ -17,7 +17,7 @@ from api import routes
 from api.answer import Answer
 from api.body import Body, ClientGone, Receive
 from api.cors import Cors
-from api.disconnect import App, Departure, Send
+from api.disconnect import CLIENT, App, Client, Departure, Send
 from api.keys import read_keys
 from api.request_line import RequestLine, new_label
 from api.responses import (
@@ -77,8 +77,9 @@ class Edge:
     async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         line = RequestLine(label_of(scope["headers"]), scope["method"])
         answer = Answer(send, line.label, scope["method"], scope["http_version"])
-        departure = Departure(receive, lambda: answer.complete)
-        body = Body(receive, scope["headers"])
+        client: Client = scope[CLIENT]
+        departure = Departure(client, lambda: answer.complete)
+        body = Body(receive, scope["headers"], client.has_whole_body)
         try:
             await self._serve(scope, body, line, answer, departure)
         except ClientGone:
