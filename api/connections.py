@@ -153,6 +153,10 @@ class Connection(ASGIProtocol):
         """As Client has it."""
         return self._body_receiver is not None and self._body_receiver._complete
 
+    def is_full(self) -> bool:
+        """As Client has it."""
+        return self._flow_control is not None and self._flow_control.write_paused
+
     def _is_websocket_upgrade(self, request: Any) -> bool:
         # A server may pass over an Upgrade (RFC 9110, 7.8). The answer is then that of the request without it, in our
         # shape and our log; the server's own would be a 403 without a word.

@@ -5,12 +5,12 @@ only to who waits for it: a task of its own for every request. Invariant: when r
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from api.body import Receive
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 # Where a request's scope has its Client.
 CLIENT = "millpond.client"
@@ -24,6 +24,9 @@ class Client(Protocol):
 
     def has_whole_body(self) -> bool:
         """Whether nothing of the request is still to come."""
+
+    def is_full(self) -> bool:
+        """Whether what was sent waits for the client to take it."""
 
 
 class Departure:

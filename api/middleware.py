@@ -33,6 +33,8 @@ from common import logs
 from common.errors import ServingError
 from common.outcomes import Outcome
 
+# Where the inner scope has its Answer, for what is written past Falcon.
+ANSWER = "millpond.answer"
 LABEL = re.compile(rb"[\x20-\x7e]{1,128}")
 _OF_BROKER = {outcome.value for outcome in Outcome}
 
@@ -76,8 +78,8 @@ class Edge:
 
     async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         line = RequestLine(label_of(scope["headers"]), scope["method"])
-        answer = Answer(send, line.label, scope["method"], scope["http_version"])
         client: Client = scope[CLIENT]
+        answer = Answer(send, line.label, scope["method"], scope["http_version"], client)
         departure = Departure(client, lambda: answer.complete)
         body = Body(receive, scope["headers"], client.has_whole_body)
         try:
@@ -117,7 +119,7 @@ class Edge:
         content = b""
         if verb != "GET":
             content = await body.read(self._settings.max_body_bytes, self._settings.body_timeout)
-        inner = {**scope, "path": path, "method": verb, "millpond": line}
+        inner = {**scope, "path": path, "method": verb, "millpond": line, ANSWER: answer}
         await departure.run(self._app, inner, content, answer.send)
 
     def _check_key(self, scope: dict[str, Any], route: routes.Route, line: RequestLine) -> None:

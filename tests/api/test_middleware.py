@@ -33,6 +33,9 @@ class Exchange:
     def has_whole_body(self) -> bool:
         return False
 
+    def is_full(self) -> bool:
+        return False
+
     async def send(self, message: Message) -> None:
         self.sent.append(message)
 
