@@ -7,7 +7,7 @@ client has been given a whole response.
 import asyncio
 from typing import Any
 
-from api.disconnect import Send
+from api.disconnect import Client, Send
 from api.responses import RequestError
 from api.sse import event
 
@@ -15,8 +15,9 @@ from api.sse import event
 class Answer:
     """The response of one request."""
 
-    def __init__(self, send: Send, label: str, method: str, http_version: str) -> None:
+    def __init__(self, send: Send, label: str, method: str, http_version: str, client: Client) -> None:
         self._send = send
+        self._client = client
         self._label = label.encode("latin-1")
         self._head_only = method == "HEAD"
         self._old = http_version == "1.0"
@@ -42,6 +43,20 @@ class Answer:
             # Before the send: the client may leave the moment it has the last byte.
             self.complete = not message.get("more_body", False)
             await self._send(message)
+
+    def takes_more(self) -> bool:
+        """Whether what is written now leaves at once."""
+        return not self._client.is_full()
+
+    def write(self, part: bytes) -> None:
+        """A part of a body that has begun and not ended, without waiting: only while the client takes more."""
+        step = self._send({"type": "http.response.body", "body": part, "more_body": True})
+        try:
+            step.send(None)
+        except StopIteration:
+            return
+        # It is written; what the server waits for is that the connection, full with this, takes more.
+        step.close()
 
     async def _start(self, message: dict[str, Any]) -> None:
         headers = [*message.get("headers", ()), (b"x-request-id", self._label), *self.headers]

@@ -73,8 +73,8 @@ def build(settings: ApiSettings) -> MillpondApi:
     resources: dict[routes.Route, Any] = {
         routes.CHAT: Chat(generation, settings),
         routes.COMPLETIONS: Completions(generation, settings),
-        routes.TOKENIZE: Tokenize(generation),
-        routes.DETOKENIZE: Detokenize(generation),
+        routes.TOKENIZE: Tokenize(generation, settings),
+        routes.DETOKENIZE: Detokenize(generation, settings),
         routes.MODELS: (entries := Models(generation.catalog, link)),
         routes.MODEL: entries,
         routes.HEALTH: Health(link),

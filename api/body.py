@@ -26,8 +26,12 @@ class ClientGone(Exception):
 class Body:
     """The body of one request."""
 
-    def __init__(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def __init__(
+        self, receive: Receive, headers: Iterable[tuple[bytes, bytes]], is_here: Callable[[], bool]
+    ) -> None:
+        """is_here: whether all of it has come already."""
         self._receive = receive
+        self._is_here = is_here
         self._length: int | None = None
         self._bad_length = False
         self._chunked = self._held_back = False
@@ -52,6 +56,9 @@ class Body:
             raise refused_length()
         if self._length is not None and self._length > cap:
             raise body_too_large(cap)
+        if self._is_here():
+            # Most come with their headers; a deadline would cost more than the reading.
+            return await self._read(cap)
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._read(cap)
@@ -85,9 +92,3 @@ class Body:
                     self._finished = event["type"] != "http.request" or not event.get("more_body", False)
         except TimeoutError:
             return
-
-
-async def watch_for_departure(receive: Receive) -> None:
-    """Return when the client has gone; to be called after the body, and by one watcher only."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

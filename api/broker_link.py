@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -21,7 +21,7 @@ import zmq
 
 from api.ticket import Ticket
 from common import logs
-from common.client import TICK_S, Dropped, Peer, Received, hello
+from common.client import TICK_S, Dropped, Event, Peer, Received, hello
 from common.envelope import (
     Cancel,
     Done,
@@ -71,6 +71,9 @@ class BrokerLink:
         self._timer: asyncio.TimerHandle | None = None
         self._report_at = 0.0
         self._pump_is_due = False
+        # While messages are taken: whom to tell of theirs when all have been.
+        self._pumping = False
+        self._woken: dict[Callable[[], None], None] = {}
         self._joined = False
         self._came_alive = asyncio.Event()
         # What the API itself refused since the last REPORT, by status.
@@ -150,6 +153,13 @@ class BrokerLink:
         for ticket in placed:
             self._send(TraceMarks(ticket.id), payload)
 
+    def tell(self, news: Callable[[], None]) -> None:
+        """Call this now, or once when all messages that are being taken have been: those of one reply come together."""
+        if self._pumping:
+            self._woken[news] = None
+        else:
+            news()
+
     def cut_all(self) -> int:
         """The process ends now: cancel everything that runs; the tickets end as SHUTDOWN."""
         running = [ticket for ticket in self._tickets.values() if ticket.state != "ended"]
@@ -208,7 +218,20 @@ class BrokerLink:
     def _pump(self) -> None:
         assert self._peer is not None
         self._pump_is_due = False
-        for event in self._peer.pump():
+        self._pumping = True
+        try:
+            self._take_all(self._peer.pump())
+        finally:
+            self._pumping = False
+            woken, self._woken = self._woken, {}
+            for tell in woken:
+                tell()
+        if self._peer.backlog() and not self._pump_is_due:
+            self._pump_is_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _take_all(self, events: list[Event]) -> None:
+        for event in events:
             if isinstance(event, Received):
                 self._take(event.message, event.payload)
             elif isinstance(event, Dropped):
@@ -217,9 +240,6 @@ class BrokerLink:
                 self._joined = True
                 self._came_alive.set()
                 logs.event("joined the broker", epoch=event.epoch)
-        if self._peer.backlog() and not self._pump_is_due:
-            self._pump_is_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
 
     def _take(self, message: Message, payload: bytes) -> None:
         if isinstance(message, Tokens):

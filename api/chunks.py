@@ -113,6 +113,9 @@ class ChatFormat:
         self._tail = b',"system_fingerprint":' + json_text(fingerprint) + b"}\n\n"
         self._end = _ENDING + self._tail
         self._content: dict[int, bytes] = {}
+        # Log-probabilities whose text has left before them, by choice: an empty content delta would be no event, so they
+        # go with the next one that is.
+        self._late: dict[int, list[TokenLogprob]] = {}
         self._named: set[tuple[int, int]] = set()
 
     def opening(self, choice: int) -> bytes:
@@ -125,7 +128,8 @@ class ChatFormat:
 
     def finish(self, choice: int, reason: str) -> bytes:
         """The chunk that ends a choice."""
-        ending = b'{"index":%d,"delta":{},"finish_reason":%b,"logprobs":null}]' % (choice, json_text(reason))
+        shown = _logprobs_text(self._late.pop(choice, []))
+        ending = b'{"index":%d,"delta":{},"finish_reason":%b,"logprobs":%b}]' % (choice, json_text(reason), shown)
         return self._head + ending + self._tail
 
     def usage(self, summaries: Iterable[Summary]) -> bytes:
@@ -155,7 +159,7 @@ class ChatFormat:
         )
 
     def _piece(self, choice: int, piece: Piece) -> bytes:
-        if piece.channel == CONTENT and not piece.logprobs:
+        if piece.channel == CONTENT and not piece.logprobs and not self._late:
             if not piece.text:
                 return b""
             start = self._content.get(choice)
@@ -168,9 +172,12 @@ class ChatFormat:
         if piece.channel == TOOL_CALL:
             return self._tool_call(choice, piece)
         name = b'"content":' if piece.channel == CONTENT else b'"reasoning_content":'
-        if not piece.text and not piece.logprobs:
-            return b""
-        return self._chunk(choice, name + json_text(piece.text), piece.logprobs)
+        logprobs = [*self._late.pop(choice, ()), *piece.logprobs] if piece.channel == CONTENT else piece.logprobs
+        if piece.text:
+            return self._chunk(choice, name + json_text(piece.text), logprobs)
+        if logprobs:
+            self._late[choice] = logprobs
+        return b""
 
     def _tool_call(self, choice: int, piece: Piece) -> bytes:
         call: dict[str, Any] = {"index": piece.call}
@@ -183,8 +190,7 @@ class ChatFormat:
         return self._chunk(choice, b'"tool_calls":[' + guarded(_encode(call)) + b"]", piece.logprobs)
 
     def _chunk(self, choice: int, delta: bytes, logprobs: list[TokenLogprob] | None = None) -> bytes:
-        shown = guarded(_encode(logprobs_object(logprobs))) if logprobs else b"null"
-        ending = b'},"finish_reason":null,"logprobs":%b}]' % shown
+        ending = b'},"finish_reason":null,"logprobs":%b}]' % _logprobs_text(logprobs or [])
         return self._head + b'{"index":%d,"delta":{' % choice + delta + ending + self._tail
 
 
@@ -199,6 +205,10 @@ def _message(choice: Choice) -> dict[str, Any]:
             for call in choice.calls
         ]
     return message
+
+
+def _logprobs_text(logprobs: list[TokenLogprob]) -> bytes:
+    return guarded(_encode(logprobs_object(logprobs))) if logprobs else b"null"
 
 
 def _text(text: str) -> str:

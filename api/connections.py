@@ -7,14 +7,17 @@ between connection_made and connection_lost.
 
 import asyncio
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from gunicorn.asgi.parser import UnsupportedTransferCoding
 from gunicorn.asgi.protocol import ASGIProtocol
 from gunicorn.workers import gasgi
 
+from api.disconnect import CLIENT
+from api.malformed import refusal, unsupported_coding
 from api.request_line import RequestLine, new_label
-from api.responses import API_ERROR, INVALID, RequestError
 
 # While draining: how long a connection that was just accepted may take to ask.
 YOUNG_S = 1.0
@@ -64,6 +67,7 @@ class Connection(ASGIProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._made_at = 0.0
+        self._left: Callable[[], None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -78,6 +82,8 @@ class Connection(ASGIProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._left is not None:
+            self._left()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -110,8 +116,7 @@ class Connection(ASGIProtocol):
     def _send_error_response(self, status: int, message: str, extra_headers: Sequence[tuple[str, str]] = ()) -> None:
         # The server's own refusals (a malformed request line, too many headers) come before any application.
         line = RequestLine(label=new_label(), status=status, outcome="malformed")
-        error = RequestError(status, message, kind=INVALID if status < 500 else API_ERROR)
-        body = error.body()
+        body = refusal(status, message, sys.exc_info()[1]).body()
         headers = [
             ("Content-Type", "application/json"),
             ("Content-Length", str(len(body))),
@@ -121,6 +126,47 @@ class Connection(ASGIProtocol):
         head = "\r\n".join([f"HTTP/1.1 {status} {self._get_reason_phrase(status)}", *lines, "", ""])
         self._safe_write(head.encode("latin-1") + body)
         line.write()
+
+    def _on_headers_complete(self) -> bool:
+        if self._callback_parser.is_chunked and (coding := unsupported_coding(self._callback_parser.headers)):
+            # The server would take what is coded for the body itself; raised here, it ends as its own refusals do.
+            raise UnsupportedTransferCoding(coding)
+        return super()._on_headers_complete()
+
+    async def _serve_http_request(self, request: Any, sockname: Any, peername: Any) -> bool:
+        # The server would run each call in a task of its own, so that an application may go on after its response and the
+        # next request begin meanwhile. Ours is over with its response, and a task costs as much as a chunk.
+        return await self._handle_http_request(request, sockname, peername)
+
+    def _build_http_scope(self, request: Any, sockname: Any, peername: Any) -> dict[str, Any]:
+        scope = super()._build_http_scope(request, sockname, peername)
+        scope[CLIENT] = self
+        return scope
+
+    def tell_of_departure(self, left: Callable[[], None] | None) -> None:
+        """As Client has it."""
+        self._left = left
+        if left is not None and self._closed:
+            left()
+
+    def has_whole_body(self) -> bool:
+        """As Client has it."""
+        return self._body_receiver is not None and self._body_receiver._complete
+
+    def is_full(self) -> bool:
+        """As Client has it."""
+        return self._flow_control is not None and self._flow_control.write_paused
+
+    def _is_websocket_upgrade(self, request: Any) -> bool:
+        # A server may pass over an Upgrade (RFC 9110, 7.8). The answer is then that of the request without it, in our
+        # shape and our log; the server's own would be a 403 without a word.
+        return False
+
+    def _send_response_start(self, status: int, headers: Any, request: Any, close: bool = False) -> None:
+        if request.version < (1, 1) and not close and not any(name == b"connection" for name, _ in headers):
+            # A client of HTTP/1.0 takes the connection for ended unless it is told (RFC 9112, C.2.2).
+            headers = [*headers, (b"connection", b"keep-alive")]
+        super()._send_response_start(status, headers, request, close=close)
 
     def _headers_are_late(self) -> None:
         if self.req_count <= 1 and self._current_request is None:

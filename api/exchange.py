@@ -34,6 +34,8 @@ class Exchange:
         # A future by hand and not an Event: this is waited for at every token of every stream.
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
+        # What takes news where it comes, without waking who waits for it; False: wake all the same.
+        self.taker: Callable[[], bool] | None = None
         self.tickets = [Ticket(RequestId(secrets.token_bytes(ID_BYTES)), self.poke, self._again) for _ in range(count)]
         self.fingerprint = ""
         # Fields of the request that nothing will come of, known once the model's abilities are.
@@ -94,6 +96,11 @@ class Exchange:
 
     def poke(self) -> None:
         """Something has happened: let the waiting go on."""
+        self._link.tell(self._news)
+
+    def _news(self) -> None:
+        if self.taker is not None and self.taker():
+            return
         self._fresh = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -6,7 +6,7 @@ raises a RequestError that names it. Invariant: a boolean is never taken for a n
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from api.responses import RequestError
@@ -156,18 +156,24 @@ def take_logit_bias(body: dict[str, Any]) -> dict[int, float] | None:
 
 def take_sampling(body: dict[str, Any]) -> dict[str, Any]:
     """The sampling fields that are given; api/served adds the model's defaults."""
-    given = {
-        "temperature": take_number(body, "temperature", 0, 2),
-        "top_p": take_number(body, "top_p", 0, 1, above=True),
-        "top_k": take_top_k(body),
-        "min_p": take_number(body, "min_p", 0, 1),
-        "seed": take_seed(body),
-        "repetition_penalty": take_positive(body, "repetition_penalty"),
-        "presence_penalty": take_number(body, "presence_penalty", -2, 2),
-        "frequency_penalty": take_number(body, "frequency_penalty", -2, 2),
-        "logit_bias": take_logit_bias(body),
-    }
+    if _SAMPLING.isdisjoint(body):
+        return {}
+    given = {name: take(body) for name, take in _TAKERS.items()}
     return {name: value for name, value in given.items() if value is not None}
+
+
+_TAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "temperature": lambda body: take_number(body, "temperature", 0, 2),
+    "top_p": lambda body: take_number(body, "top_p", 0, 1, above=True),
+    "top_k": take_top_k,
+    "min_p": lambda body: take_number(body, "min_p", 0, 1),
+    "seed": take_seed,
+    "repetition_penalty": lambda body: take_positive(body, "repetition_penalty"),
+    "presence_penalty": lambda body: take_number(body, "presence_penalty", -2, 2),
+    "frequency_penalty": lambda body: take_number(body, "frequency_penalty", -2, 2),
+    "logit_bias": take_logit_bias,
+}
+_SAMPLING = frozenset(_TAKERS)
 
 
 def check_size(param: str, value: Any) -> None:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 # How long the last snapshot counts for what workers can do, which changes only when a model is swapped.
 ABILITIES_S = 1.0
 ANY_OBJECT = '{"type":"object"}'
+# What x-millpond-ignored calls it.
+STRICT_TOOLS = "tools.function.strict"
 
 
 class Generation:
@@ -78,9 +80,9 @@ class Generation:
             if now is not model:
                 _check_against_model(chat, now)
             drawn, ignored = await self._sampling(chat.sampling, now)
-            await self._check_tools(chat.tools, now)
+            not_held = await self._check_tools(chat.tools, now)
             grammar, left_out = await self._grammar(chat.response_format, now)
-            exchange.ignored, exchange.enforced = (*ignored, *left_out), bool(grammar)
+            exchange.ignored, exchange.enforced = (*ignored, *not_held, *left_out), bool(grammar)
             prompt = await self._prompt(chat, now)
             line.mark("rendered")
             line.prompt_tokens = len(prompt.ids)
@@ -177,10 +179,11 @@ class Generation:
             try:
                 return model.prompts.chat(chat.messages, *given)
             except TemplateComplaint:
-                if chat.otherwise is None:
+                otherwise = chat.otherwise
+                if otherwise is None:
                     raise
                 # The sentence of JSON mode in front was ours: a template without system messages is no reason to refuse.
-                return model.prompts.chat(chat.otherwise, *given)
+                return model.prompts.chat(otherwise, *given)
 
         try:
             return await self.in_thread(rendered)
@@ -189,8 +192,8 @@ class Generation:
         except TemplateComplaint as error:
             raise refuse("messages", str(error)) from None
 
-    async def _check_tools(self, tools: Tools, model: ServedModel) -> None:
-        """Every tool's schema is one, and a call that is asked for can be enforced."""
+    async def _check_tools(self, tools: Tools, model: ServedModel) -> tuple[str, ...]:
+        """Every tool's schema is one, and a call that is asked for can be enforced. What of `strict` cannot be kept."""
         if tools.forced and not await self._can("tool_choice", model):
             raise refuse("tool_choice", f"tool_choice: a call cannot be enforced by {model.name}")
         given = {index: tool["function"].get("parameters") for index, tool in enumerate(tools.offered)}
@@ -198,13 +201,27 @@ class Generation:
         for index, parameters in given.items():
             if parameters.get("type", "object") != "object":
                 raise refuse("tools", f"tools[{index}].function.parameters: a function's arguments are of type object")
-        if not given:
-            return
         # All in one go: each way into a thread and back costs as much as a schema that is known already.
-        schemas = await self.in_thread(lambda: [_enforceable(parameters) for parameters in given.values()])
+        schemas = (
+            await self.in_thread(lambda: [_enforceable(parameters) for parameters in given.values()]) if given else []
+        )
         for index, schema in zip(given, schemas, strict=True):
             if not schema.text:
                 raise refuse("tools", f"tools[{index}].function.parameters: {schema.why}")
+        left_out = {index for index, schema in zip(given, schemas, strict=True) if schema.left_out}
+        return self._not_held(tools, left_out)
+
+    def _not_held(self, tools: Tools, left_out: set[int]) -> tuple[str, ...]:
+        # A call that the model makes of its own accord is free text until it is one; a forced one is held to its schema,
+        # as far as the grammar goes.
+        broken = [
+            index
+            for index, tool in enumerate(tools.offered)
+            if tool["function"].get("strict") and (not tools.forced or index in left_out)
+        ]
+        if broken and self._strict:
+            raise refuse("tools", f"tools[{broken[0]}].function.strict cannot be honoured with this tool_choice")
+        return (STRICT_TOOLS,) if broken else ()
 
     async def _grammar(self, wanted: ResponseFormat, model: ServedModel) -> tuple[str, list[str]]:
         """The schema that the reply is held to, "" for none, and what of the client's is not enforced."""

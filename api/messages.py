@@ -44,7 +44,9 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None and not isinstance(message[name], str):
             raise _wrong(f"{where}.{name}", f"must be a string, got {shown(message[name])}")
-    _check_content(f"{where}.content", message.get("content"))
+    _check_content(f"{where}.content", message.get("content"), message["role"])
+    if not isinstance(message.get("refusal"), (str, type(None))):
+        raise _wrong(f"{where}.refusal", f"must be a string or null, got {shown(message['refusal'])}")
     if message.get("tool_calls") is not None:
         _check_tool_calls(f"{where}.tool_calls", message["tool_calls"])
     # SDKs send back whole message objects with every unused key null; a template would take those keys for given, and
@@ -54,7 +56,17 @@ def _checked(index: int, message: Any) -> dict[str, Any]:
         del kept["tool_calls"]
     elif "tool_calls" in kept:
         kept["tool_calls"] = [_without_nulls(call) for call in kept["tool_calls"]]
-    return kept if "content" in kept else kept | {"content": None}
+    return kept | {"content": _said(message)}
+
+
+def _said(message: dict[str, Any]) -> Any:
+    # Templates know nothing of refusals; what an assistant said then is what it said.
+    content = message.get("content")
+    if message["role"] != "assistant":
+        return content
+    if isinstance(content, list):
+        return [{"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part for part in content]
+    return message.get("refusal") if content is None else content
 
 
 def _without_nulls(call: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +74,7 @@ def _without_nulls(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if value is not None} | {"function": function}
 
 
-def _check_content(where: str, content: Any) -> None:
+def _check_content(where: str, content: Any, role: str) -> None:
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -71,10 +83,10 @@ def _check_content(where: str, content: Any) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _MEDIA:
             raise _wrong(f"{where}[{index}]", f"is of type {kind}: {_MEDIA[kind]} input is not supported")
-        if kind != "text":
+        if kind not in (("text", "refusal") if role == "assistant" else ("text",)):
             raise _wrong(f"{where}[{index}]", f"must be an object of type text, got {shown(part)}")
-        if not isinstance(part.get("text"), str):
-            raise _wrong(f"{where}[{index}].text", f"must be a string, got {shown(part.get('text'))}")
+        if not isinstance(part.get(kind), str):
+            raise _wrong(f"{where}[{index}].{kind}", f"must be a string, got {shown(part.get(kind))}")
 
 
 def _check_tool_calls(where: str, calls: Any) -> None:

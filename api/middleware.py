@@ -17,7 +17,7 @@ from api import routes
 from api.answer import Answer
 from api.body import Body, ClientGone, Receive
 from api.cors import Cors
-from api.disconnect import App, Departure, Send
+from api.disconnect import CLIENT, App, Client, Departure, Send
 from api.keys import read_keys
 from api.request_line import RequestLine, new_label
 from api.responses import (
@@ -33,6 +33,8 @@ from common import logs
 from common.errors import ServingError
 from common.outcomes import Outcome
 
+# Where the inner scope has its Answer, for what is written past Falcon.
+ANSWER = "millpond.answer"
 LABEL = re.compile(rb"[\x20-\x7e]{1,128}")
 _OF_BROKER = {outcome.value for outcome in Outcome}
 
@@ -62,10 +64,9 @@ class Edge:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif scope["type"] == "http":
-            await self._answer(scope, receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1000})
+            # http: api/connections lets no upgrade to anything else through.
+            await self._answer(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -77,9 +78,10 @@ class Edge:
 
     async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         line = RequestLine(label_of(scope["headers"]), scope["method"])
-        answer = Answer(send, line.label, scope["method"], scope["http_version"])
-        departure = Departure(receive, lambda: answer.complete)
-        body = Body(receive, scope["headers"])
+        client: Client = scope[CLIENT]
+        answer = Answer(send, line.label, scope["method"], scope["http_version"], client)
+        departure = Departure(client, lambda: answer.complete)
+        body = Body(receive, scope["headers"], client.has_whole_body)
         try:
             await self._serve(scope, body, line, answer, departure)
         except ClientGone:
@@ -117,7 +119,7 @@ class Edge:
         content = b""
         if verb != "GET":
             content = await body.read(self._settings.max_body_bytes, self._settings.body_timeout)
-        inner = {**scope, "path": path, "method": verb, "millpond": line}
+        inner = {**scope, "path": path, "method": verb, "millpond": line, ANSWER: answer}
         await departure.run(self._app, inner, content, answer.send)
 
     def _check_key(self, scope: dict[str, Any], route: routes.Route, line: RequestLine) -> None:

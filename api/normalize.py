@@ -6,6 +6,7 @@ nothing that comes out of here can fail to pack, and the client's objects are ne
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from api.fields import (
@@ -110,7 +111,7 @@ class NormalizedChat:
     only.
 
     top_logprobs: -1 none. template_kwargs: enable_thinking first. messages: the client's, with the sentence of JSON
-    mode. otherwise: the same with that sentence where no system message is needed for it.
+    mode. said: the client's alone.
     """
 
     model: str
@@ -124,9 +125,15 @@ class NormalizedChat:
     tools: Tools = Tools()
     response_format: ResponseFormat = ResponseFormat()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    otherwise: list[dict[str, Any]] | None = None
+    said: list[dict[str, Any]] = field(default_factory=list)
     priority: int | None = None
     ignored: tuple[str, ...] = ()
+
+    @cached_property
+    def otherwise(self) -> list[dict[str, Any]] | None:
+        """The messages with the sentence of JSON mode where no system message is needed for it; None: there is no such
+        place, or no JSON is wanted. Made when it is asked for: a schema may be long, and few templates need it."""
+        return with_json_sentence_in_place(self.said, self.response_format)
 
 
 def normalize_chat(body: dict[str, Any], max_tokens: int, strict: bool = False) -> NormalizedChat:
@@ -138,7 +145,7 @@ def normalize_chat(body: dict[str, Any], max_tokens: int, strict: bool = False) 
     return NormalizedChat(
         model=model,
         messages=with_json_sentence(messages, response_format),
-        otherwise=with_json_sentence_in_place(messages, response_format),
+        said=messages,
         max_tokens=take_count(body, ("max_tokens", "max_completion_tokens"), DEFAULT_MAX_TOKENS, max_tokens),
         stream=take_stream(body),
         stop=take_stop(body),
@@ -206,6 +213,8 @@ def take_response_format(body: dict[str, Any]) -> ResponseFormat:
     if kind == "text":
         return ResponseFormat()
     spec = given.get("json_schema")
+    if spec is None and kind == "json_schema":
+        raise refuse("response_format", "response_format.json_schema is required by type json_schema")
     if spec is None:
         return ResponseFormat(kind)
     if not isinstance(spec, dict):

@@ -40,6 +40,12 @@ REFUSED = {
     ),
     **dict.fromkeys(("response_format", "chat_template_kwargs", "reasoning_effort"), _OF_CHAT),
 }
+# Of /tokenize: what a raw prompt is made of, and what the prompt of a chat is.
+KNOWN_OF_PROMPT = frozenset(("model", "prompt", "messages"))
+KNOWN_OF_MESSAGES = KNOWN_OF_PROMPT | {
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"
+}  # fmt: skip
+KNOWN_OF_TOKENS = frozenset(("model", "tokens"))
 # OpenAI's bound on the rivals shown per token in the text shape.
 MOST_LOGPROBS = 5
 # One RESERVE names all places; a request for more than any server has is refused by the broker long before this.
@@ -72,6 +78,16 @@ class NormalizedTokenization:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: Tools = Tools()
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NormalizedDetokenization:
+    """Token ids to read."""
+
+    model: str | None
+    tokens: list[int]
+    ignored: tuple[str, ...] = ()
 
 
 def normalize_completion(body: dict[str, Any], max_tokens: int, strict: bool = False) -> NormalizedCompletion:
@@ -120,7 +136,7 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(is_integer(item) and 0 <= item < 2**31 for item in value)
 
 
-def normalize_tokenization(body: dict[str, Any]) -> NormalizedTokenization:
+def normalize_tokenization(body: dict[str, Any], strict: bool = False) -> NormalizedTokenization:
     """What POST /tokenize asks for. Raises RequestError."""
     model = _optional_model(body)
     prompt, messages = body.get("prompt"), body.get("messages")
@@ -129,19 +145,24 @@ def normalize_tokenization(body: dict[str, Any]) -> NormalizedTokenization:
     take_object(body, "chat_template_kwargs")
     if messages is not None:
         return NormalizedTokenization(
-            model, None, checked_messages(messages), checked_tools(body), take_template_kwargs(body)
+            model,
+            None,
+            checked_messages(messages),
+            checked_tools(body),
+            take_template_kwargs(body),
+            ignored_fields(body, KNOWN_OF_MESSAGES, EXEMPT, strict),
         )
     if not isinstance(prompt, str):
         raise refuse("prompt", f"prompt must be a string, got {shown(prompt)}")
-    return NormalizedTokenization(model, prompt)
+    return NormalizedTokenization(model, prompt, ignored=ignored_fields(body, KNOWN_OF_PROMPT, EXEMPT, strict))
 
 
-def normalize_detokenization(body: dict[str, Any]) -> tuple[str | None, list[int]]:
-    """Model and ids of POST /detokenize. Raises RequestError."""
+def normalize_detokenization(body: dict[str, Any], strict: bool = False) -> NormalizedDetokenization:
+    """What POST /detokenize asks for. Raises RequestError."""
     model = _optional_model(body)
     if not is_ids(body.get("tokens")):
         raise refuse("tokens", "tokens must be an array of token ids")
-    return model, body["tokens"]
+    return NormalizedDetokenization(model, body["tokens"], ignored_fields(body, KNOWN_OF_TOKENS, EXEMPT, strict))
 
 
 def _optional_model(body: dict[str, Any]) -> str | None:

@@ -101,13 +101,15 @@ def _responses(route: Route) -> dict[str, Any]:
     if route is routes.METRICS:
         content = {"text/plain": {"schema": {"type": "string"}}}
     headers: dict[str, Any] = {"x-request-id": {"schema": string(), "description": "The client's, or a new one."}}
+    if "POST" in route.methods:
+        headers["x-millpond-ignored"] = {"schema": string()}
     if streamed:
         content["text/event-stream"] = {
             "schema": string(),
             "x-event": ref(streamed),
             "example": "data: {…}\n\ndata: [DONE]\n\n",
         }
-        for header in ("x-millpond-worker", "x-millpond-lane", "x-millpond-ignored", "server-timing"):
+        for header in ("x-millpond-worker", "x-millpond-lane", "server-timing"):
             headers[header] = {"schema": string()}
     found: dict[str, Any] = {"200": {"description": "Done.", "headers": headers, "content": content}}
     return found | {str(status): _error(status) for status in _statuses(route)}

@@ -140,13 +140,26 @@ def _requests(strict: bool) -> dict[str, Schema]:
             strict,
         ),
         "TokenizeRequest": {
-            **_request({}, {"model": string(), **of_template}, {}, frozenset(), False),
             "oneOf": [
-                _object({"prompt": string(), "messages": {"type": "null"}}, ("prompt",)),
-                _object({"messages": messages, "prompt": {"type": "null"}}, ("messages",)),
+                _request(
+                    {"prompt": string()},
+                    {"model": string()},
+                    {"messages": " beside a prompt"},
+                    normalize.EXEMPT,
+                    strict,
+                ),
+                _request(
+                    {"messages": messages},
+                    {"model": string(), **of_template},
+                    {"prompt": " beside messages"},
+                    normalize.EXEMPT,
+                    strict,
+                ),
             ],
         },
-        "DetokenizeRequest": _request({"tokens": _TOKEN_IDS}, {"model": string()}, {}, frozenset(), False),
+        "DetokenizeRequest": _request(
+            {"tokens": _TOKEN_IDS}, {"model": string()}, {}, normalize.EXEMPT, strict
+        ),
     }
 
 
@@ -175,7 +188,11 @@ def _chat_parts() -> dict[str, Schema]:
         "Message": _object(
             {
                 "role": string(),
-                "content": {"anyOf": [string(), {"type": "null"}, _array(ref("TextPart"))]},
+                "content": {
+                    "anyOf": [string(), {"type": "null"}, _array(ref("TextPart"))],
+                    "description": "An assistant's earlier message may hold parts of type refusal as well.",
+                },
+                "refusal": _optional(string()),
                 "name": _optional(string()),
                 "tool_call_id": _optional(string()),
                 "tool_calls": _optional(_array(call)),
@@ -188,13 +205,14 @@ def _chat_parts() -> dict[str, Schema]:
         "NamedTool": _object(
             {"type": {"const": "function"}, "function": _object({"name": string()}, ("name",))}, ("type", "function")
         ),
-        "ResponseFormat": _object(
-            {
-                "type": string(enum=["text", "json_object", "json_schema"]),
-                "json_schema": _optional(schema),
-            },
-            ("type",),
-        ),
+        "ResponseFormat": {
+            "anyOf": [
+                _object(
+                    {"type": string(enum=["text", "json_object"]), "json_schema": _optional(schema)}, ("type",)
+                ),
+                _object({"type": {"const": "json_schema"}, "json_schema": schema}, ("type", "json_schema")),
+            ]
+        },
     }
 
 

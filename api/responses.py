@@ -9,8 +9,12 @@ import json
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.errors import ServingError
 from common.outcomes import Outcome
+
+_encode = msgspec.json.Encoder().encode
 
 INVALID, AUTHENTICATION = "invalid_request_error", "authentication_error"
 OVERLOADED, API_ERROR = "overloaded_error", "api_error"
@@ -50,8 +54,12 @@ class RequestError(Exception):
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     """{"error":{"message","type","code","param"}}, compact, keys in that order."""
-    error = {"message": message, "type": kind, "code": code, "param": param}
-    return json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    error = {"error": {"message": message, "type": kind, "code": code, "param": param}}
+    try:
+        return _encode(error)
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, out of a client's own text.
+        return json.dumps(error, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

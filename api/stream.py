@@ -33,13 +33,31 @@ class Format(Protocol):
     def usage(self, summaries: Iterable[Summary]) -> bytes: ...
 
 
-class ReplyStream:
-    """The body of one streamed reply whose tickets have all been accepted."""
+class Writer(Protocol):
+    """A response whose start has been sent (api/answer)."""
 
-    def __init__(self, exchange: Exchange, form: Format, line: RequestLine, *, buffer: int, comment_s: float) -> None:
+    def takes_more(self) -> bool: ...
+
+    def write(self, part: bytes) -> None: ...
+
+
+class ReplyStream:
+    """The body of one streamed reply whose tickets have all been accepted.
+
+    The application is given its opening and its end as items. Text that comes between goes straight to `writer` while
+    the client keeps up: to wake the application for each token costs more than the token.
+    """
+
+    def __init__(
+        self, exchange: Exchange, form: Format, line: RequestLine, writer: Writer, *, buffer: int, comment_s: float
+    ) -> None:
         self._exchange = exchange
         self._form = form
         self._line = line
+        self._writer = writer
+        # The application has written all that it was given, and waits.
+        self._waits = False
+        self._broken: Exception | None = None
         self._buffer = buffer
         self._comment_s = comment_s
         self._state = "opening"
@@ -55,7 +73,11 @@ class ReplyStream:
         # a burst that comes while nothing waits is no fault of the client's.
         self._bound(0)
         while self._state == "open":
+            self._waits = True
             await self._exchange.news()
+            self._waits = False
+            if self._broken is not None:
+                raise self._broken
             part = self._ready() or self._comment()
             if part:
                 self._sent_at = time.monotonic()
@@ -63,6 +85,7 @@ class ReplyStream:
                 return part
         if self._state == "opening":
             self._state = "open"
+            self._exchange.taker = self._take
             self._wake_later()
             return b"".join([self._form.opening(index) for index in range(len(self._exchange.tickets))])
         if self._state == "cut":
@@ -71,8 +94,28 @@ class ReplyStream:
 
     async def close(self) -> None:
         """Called by Falcon at every kind of end."""
+        self._exchange.taker = None
         if self._timer is not None:
             self._timer.cancel()
+
+    def _take(self) -> bool:
+        """Write the text that has come. False: there is more to it than that, so the application is to be woken."""
+        tickets = self._exchange.tickets
+        if not self._waits or not self._writer.takes_more() or any(ticket.outcome for ticket in tickets):
+            return False
+        # Not while we are at it: more than one part of text asks to be woken for the rest.
+        self._waits = False
+        try:
+            part = self._ready()
+            if part:
+                self._sent_at = time.monotonic()
+                self._writer.write(part)
+        except Exception as error:
+            # Where the application waits, it is told as if it had asked.
+            self._broken = error
+            return False
+        self._waits = True
+        return bool(part)
 
     def _bound(self, pieces: int) -> None:
         for ticket in self._exchange.tickets:

@@ -47,6 +47,8 @@ class TextFormat:
         self._echoed = echoed
         self._per_prompt = per_prompt
         self._logprobs = [TextLogprobs() for _ in echoed]
+        # Those whose text has left before them, by choice: they go with the next chunk that has some, or the last one.
+        self._late: dict[int, list[TokenLogprob]] = {}
 
     def opening(self, choice: int) -> bytes:
         """What is sent with the 200: the echoed prompt, or a comment, since the server holds back headers alone."""
@@ -57,13 +59,11 @@ class TextFormat:
 
     def pieces(self, choice: int, pieces: Iterable[Piece]) -> bytes:
         """The chunks of these pieces, in order."""
-        return b"".join(
-            [self._chunk(choice, piece.text, None, piece.logprobs) for piece in pieces if piece.text or piece.logprobs]
-        )
+        return b"".join([self._piece(choice, piece) for piece in pieces])
 
     def finish(self, choice: int, reason: str) -> bytes:
         """The chunk that ends a choice."""
-        return self._chunk(choice, "", reason, [])
+        return self._chunk(choice, "", reason, self._late.pop(choice, []))
 
     def usage(self, summaries: Iterable[Summary]) -> bytes:
         """The chunk with the whole request's usage, and the end of the stream."""
@@ -78,6 +78,14 @@ class TextFormat:
             found.append(self._choice(index, text, reasons[index], logprobs))
         usage = usage_object(summaries, self._per_prompt)
         return _encode({**self._shared, "choices": found, "usage": usage, "system_fingerprint": self._fingerprint})
+
+    def _piece(self, choice: int, piece: Piece) -> bytes:
+        logprobs = [*self._late.pop(choice, ()), *piece.logprobs]
+        if piece.text:
+            return self._chunk(choice, piece.text, None, logprobs)
+        if logprobs:
+            self._late[choice] = logprobs
+        return b""
 
     def _choice(self, index: int, text: str, reason: str | None, chosen: Sequence[TokenLogprob]) -> dict[str, Any]:
         logprobs = self._logprobs[index].of(chosen) if chosen else None

@@ -57,6 +57,7 @@ class Received:
 
 
 Event = Joined | Dropped | Received
+_OF_SESSIONS = (Welcome, Heartbeat)
 
 
 def hello(role: str, name: str, worker: WorkerFacts | None = None) -> Hello:
@@ -81,6 +82,8 @@ class Peer:
         # moment longer would take whatever gets the same number next, a client's connection say, for it.
         self.before_close: Callable[[], None] = lambda: None
         self._pending: list[Event] = []
+        # The last thing done with the socket was to find it empty, so whatever comes rings at fileno().
+        self._drained = False
         self._socket = sockets.dealer(context, endpoint)
         self._new_session()
 
@@ -114,8 +117,8 @@ class Peer:
         return self._session.live and self._give(envelope, payload)
 
     def backlog(self) -> bool:
-        """Whether more waits than the last pump() took."""
-        return sockets.readable(self._socket)
+        """Whether more waits than the last pump() took, or may have come unheard while something was sent."""
+        return not self._drained and sockets.readable(self._socket)
 
     def pump(self) -> list[Event]:
         """Take what waits, keep the session alive, come back under a new identity when it is over."""
@@ -129,6 +132,7 @@ class Peer:
             self._say_hello()
         for _ in range(DRAIN):
             frames = sockets.receive(self._socket)
+            self._drained = frames is None
             if frames is None:
                 break
             try:
@@ -137,13 +141,15 @@ class Peer:
             except ProtocolError:
                 self.malformed += 1
                 continue
-            events += self._carry_out(self._session.heard(message, now))
-            if self._session.state == "over":
-                return events
-            if self._session.live and not isinstance(message, Welcome | Heartbeat):
+            effects = self._session.heard(message, now)
+            if effects:
+                events += self._carry_out(effects)
+                if self._session.state == "over":
+                    return events
+            if self._session.live and not isinstance(message, _OF_SESSIONS):
                 events.append(Received(message, payload))
-        events += self._carry_out(self._session.tick(now))
-        return events
+        effects = self._session.tick(now)
+        return events + self._carry_out(effects) if effects else events
 
     def close(self, linger_ms: int = sockets.PEER_LINGER_MS) -> None:
         """Close the socket; what was handed over still leaves within linger_ms."""
@@ -159,6 +165,7 @@ class Peer:
     def _say_hello(self) -> None:
         # IMMEDIATE makes this fail until the connection stands; the session's own deadline bounds the tries.
         assert self._unsent_hello is not None
+        self._drained = False
         try:
             sockets.send(self._socket, [encode(self._unsent_hello), b""])
             self._unsent_hello = None
@@ -166,6 +173,7 @@ class Peer:
             return
 
     def _give(self, envelope: bytes, payload: bytes) -> bool:
+        self._drained = False
         try:
             sockets.send(self._socket, [envelope, payload])
         except sockets.WouldBlock:
@@ -184,6 +192,7 @@ class Peer:
                 self.before_close()
                 self._socket.close(0)
                 self._socket = sockets.dealer(self._context, self._endpoint)
+                self._drained = False
                 self._unsent_hello = None
                 self._rejoin_at = self._clock() + REJOIN_S
                 events.append(Dropped(effect.reason))

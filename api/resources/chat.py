@@ -13,6 +13,7 @@ from api.exchange import Exchange
 from api.extract_json import extract_json
 from api.generate import Generation
 from api.normalize import NormalizedChat, normalize_chat
+from api.middleware import ANSWER
 from api.request_line import RequestLine
 from api.resources.replies import (
     BESIDE_THE_LOOP_BYTES,
@@ -47,7 +48,12 @@ class Chat:
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}")
         if chat.stream:
             stream = ReplyStream(
-                exchange, form, line, buffer=settings.stream_buffer, comment_s=settings.keep_alive_comment
+                exchange,
+                form,
+                line,
+                req.scope[ANSWER],
+                buffer=settings.stream_buffer,
+                comment_s=settings.keep_alive_comment,
             )
             answer_stream(resp, stream, exchange, line)
         else:

@@ -10,6 +10,7 @@ import falcon.asgi
 
 from api.generate import Generation
 from api.normalize_completion import normalize_completion
+from api.middleware import ANSWER
 from api.request_line import RequestLine
 from api.resources.replies import answer_stream, answer_whole, list_ignored, now, read_body
 from api.settings import ApiSettings
@@ -41,7 +42,12 @@ class Completions:
         )
         if asked.stream:
             stream = ReplyStream(
-                exchange, form, line, buffer=settings.stream_buffer, comment_s=settings.keep_alive_comment
+                exchange,
+                form,
+                line,
+                req.scope[ANSWER],
+                buffer=settings.stream_buffer,
+                comment_s=settings.keep_alive_comment,
             )
             answer_stream(resp, stream, exchange, line)
             return

@@ -1,8 +1,9 @@
 """api: what the API process pays for one streamed chunk, for one refusal and for one short reply, in its own CPU time.
 
 A scripted worker generates without computing, through the real broker. Chunks are counted while all streams flow, so
-that no request begins or ends meanwhile; refusals come from a full server over kept connections, one client after the
-other.
+that no request begins or ends meanwhile: with tokens that come one by one, each at its own time, and with tokens that
+come in the steps of an engine of sixteen rows. Refusals come from a full server over kept connections, one client after
+the other.
 """
 
 import asyncio
@@ -21,14 +22,17 @@ from scripts.loadtest.stage import Stage
 STREAMS = (32, 128)
 # Slow enough that the worker gives each token a frame of its own (worker/seat).
 RATE = 20
-MOST_US = 60.0
-MOST_REFUSAL_US = 600.0
+# Two workers of so many slots: each steps all its rows at once, at its own instants.
+ROWS = 16
+MOST_US = 45.0
+MOST_REFUSAL_US = 450.0
 
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
     rounds, seconds, requests = (1, 0.5, 100) if quick else (3, 5.0, 2000)
     chunks: dict[int, list[float]] = {streams: [] for streams in STREAMS}
+    stepped: list[float] = []
     short: list[float] = []
     with scripted("--slots", str(max(STREAMS)), "--max-queue", "100") as harness:
         bench = Api(harness)
@@ -37,6 +41,10 @@ def run(quick: bool) -> Report:
             for streams in STREAMS:
                 chunks[streams].append(bench.chunks(streams, seconds))
             short.append(bench.replies(requests // 2))
+    with scripted("--workers", "2", "--slots", str(ROWS), "--max-queue", "100") as harness:
+        bench = Api(harness)
+        bench.replies(50)
+        stepped += [bench.chunks(2 * ROWS, seconds, together=True) for _ in range(rounds)]
     with scripted("--slots", "1", "--max-queue", "0") as harness:
         bench = Api(harness)
         bench.refusals(50)
@@ -46,6 +54,12 @@ def run(quick: bool) -> Report:
         *(
             Figure(f"per content chunk, {streams} streams of {RATE}/s, µs", chunks[streams], "{:.1f}", most=MOST_US)
             for streams in STREAMS
+        ),
+        Figure(
+            f"per content chunk, {2 * ROWS} streams in steps of {ROWS} rows, {RATE} steps/s, µs",
+            stepped,
+            "{:.1f}",
+            most=MOST_US,
         ),
         Figure("per refusal (529), µs", refusals, "{:.0f}", most=MOST_REFUSAL_US),
         Figure("per streamed reply of one token, µs", short, "{:.0f}"),
@@ -61,9 +75,9 @@ class Api:
         self._target = Target(harness.url, MODEL)
         (self.process,) = harness.processes("api")
 
-    def chunks(self, streams: int, seconds: float) -> float:
-        """µs per chunk while so many streams flow."""
-        endless = scripts(script(count=10**6, rate=RATE) for _ in range(streams))
+    def chunks(self, streams: int, seconds: float, *, together: bool = False) -> float:
+        """µs per chunk while so many streams flow. together: a worker's rows give their tokens in the same steps."""
+        endless = scripts(script(count=10**6, rate=RATE, together=together) for _ in range(streams))
         endless = [Ask(ask.number, ask.text, 10**6) for ask in endless]
 
         async def work() -> float:

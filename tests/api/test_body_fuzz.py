@@ -13,6 +13,7 @@ from api import normalize, normalize_completion
 from api.normalize import NormalizedChat, normalize_chat
 from api.normalize_completion import (
     NormalizedCompletion,
+    NormalizedDetokenization,
     NormalizedTokenization,
     normalize_detokenization,
     normalize_tokenization,
@@ -99,7 +100,8 @@ def requests(found: object) -> list[GenerationRequest]:
         return [GenerationRequest(ids, found.max_tokens, sampling, found.stop, found.logprobs) for ids in prompts]
     if isinstance(found, NormalizedTokenization):
         return [GenerationRequest([1], 1, tools=found.tools.packed())]
-    return [GenerationRequest(found[1] or [1], 1)]  # type: ignore[index]
+    assert isinstance(found, NormalizedDetokenization)
+    return [GenerationRequest(found.tokens or [1], 1)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -452,3 +455,33 @@ def test_json_bodies_are_read_whatever_the_content_type_says(server: Server) -> 
         assert status == 200
     status, _, reply = server.request("POST", "/v1/chat/completions", b"{")
     assert status == 400 and json.loads(reply)["error"]["type"] == "invalid_request_error"
+
+
+def tool(parameters: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    schema = parameters or {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    return {"type": "function", "function": {"name": "look", "parameters": schema} | more}
+
+
+# The grammar of a call does not know `not`.
+PARTLY = {"type": "object", "properties": {"n": {"type": "integer", "not": {"const": 3}}}}
+STRICTNESS = [
+    ("auto", tool(strict=True), "tools.function.strict"),
+    ("auto", tool(), None),
+    ("none", tool(strict=True), None),
+    ("required", tool(strict=True), None),
+    ("required", tool(PARTLY, strict=True), "tools.function.strict"),
+]
+
+
+def test_strict_tools_that_nothing_holds_the_model_to_are_listed(folder_of: Callable[..., Path]) -> None:
+    abilities = ["sampling", "tools", "tool_choice", "grammar"]
+    for strict_fields in (0, 1):
+        with closing(Server(folder_of("qwen3", "byte_level"), strict_fields=strict_fields)) as server:
+            assert server.broker is not None
+            server.broker.snapshot["models"][0]["abilities"] = abilities  # type: ignore[index]
+            for choice, offered, listed in STRICTNESS:
+                status, headers, reply = server.chat(tools=[offered], tool_choice=choice)
+                if strict_fields and listed:
+                    assert (status, reply["error"]["param"]) == (400, "tools")
+                else:
+                    assert (status, headers.get("x-millpond-ignored")) == (200, listed), (choice, offered)

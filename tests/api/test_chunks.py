@@ -127,6 +127,30 @@ def test_no_empty_content_chunks() -> None:
     assert form().pieces(0, [Piece(CONTENT, ""), Piece(REASONING, "")]) == b""
 
 
+LATE = TokenLogprob("", -0.25, [], [])
+
+
+def test_logprobs_that_come_after_their_text_leave_with_the_next_event_that_is_one() -> None:
+    chat = form()
+    reasoning = Piece(REASONING, "hm")
+    assert chat.pieces(0, [Piece(CONTENT, "", [LATE]), reasoning]) == form().pieces(0, [reasoning])
+    (content,) = parsed(chat.pieces(0, [Piece(CONTENT, "a", [TokenLogprob("a", -0.5, [97], [])])]))
+    assert [one["logprob"] for one in content["choices"][0]["logprobs"]["content"]] == [-0.25, -0.5]
+    assert chat.pieces(1, [Piece(CONTENT, "", [LATE])]) == b""
+    assert parsed(chat.finish(0, "stop"))[0]["choices"][0]["logprobs"] is None, "of another choice"
+    (finish,) = parsed(chat.finish(1, "stop"))
+    assert finish["choices"][0]["delta"] == {}
+    assert [one["logprob"] for one in finish["choices"][0]["logprobs"]["content"]] == [-0.25]
+
+
+def test_a_completions_late_logprobs_leave_with_its_last_chunk() -> None:
+    text = TextFormat("cmpl-1", 1, "m", "fp", ["", ""], 2)
+    assert text.pieces(1, [Piece(CONTENT, "", [LATE])]) == b""
+    assert parsed(text.finish(0, "stop"))[0]["choices"][0]["logprobs"] is None
+    (finish,) = parsed(text.finish(1, "length"))
+    assert finish["choices"][0]["logprobs"]["token_logprobs"] == [-0.25]
+
+
 def test_usage_adds_up_over_choices_and_shows_drafts_when_there_were_any() -> None:
     usage = usage_object([Summary(7, 3, 2, 1), Summary(7, 4, 0, 0, 5, 6)])
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (7, 7, 14)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from api.normalize_completion import normalize_detokenization, normalize_tokenization
+from api.responses import RequestError
 from common.envelope import Cancel, Message, Release, Reserve, Submit
 from common.generation import CONTENT, Piece, TokenLogprob, TopLogprob
 from common.outcomes import Outcome
@@ -191,3 +193,31 @@ def test_tokenized_messages_are_what_a_chat_sends(server: Server, broker: FakeBr
 )
 def test_wrong_tokenizations_are_refused(server: Server, path: str, fields: dict[str, Any], status: int) -> None:
     assert ask(server, path, **fields)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        ("/tokenize", {"prompt": "x", "special": True, "tools": [], "user": "u"}, "special, tools, user"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "tools": []}, "temperature"),
+        ("/detokenize", {"tokens": [1], "prompt": "x", "model": None}, "prompt"),
+    ],
+)
+def test_what_tokenizing_has_no_use_for_is_listed(
+    server: Server, path: str, body: dict[str, Any], ignored: str
+) -> None:
+    status, headers, _ = server.request("POST", path, json.dumps(body).encode())
+    assert (status, headers["x-millpond-ignored"]) == (200, ignored)
+
+
+def test_strict_mode_refuses_what_tokenizing_has_no_use_for() -> None:
+    bodies = [
+        (normalize_tokenization, {"prompt": "x"}),
+        (normalize_tokenization, {"messages": [{"role": "user", "content": "x"}]}),
+        (normalize_detokenization, {"tokens": [1]}),
+    ]
+    for normalize, body in bodies:
+        with pytest.raises(RequestError) as caught:
+            normalize({**body, "typo": 1}, True)
+        assert (caught.value.status, caught.value.param) == (400, "typo")
+        assert normalize({**body, "user": "u"}, True).ignored == ("user",)

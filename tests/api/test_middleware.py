@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.disconnect import Departure
+from api.disconnect import CLIENT, Departure
 from api.middleware import Edge, Lifecycle, label_of
 from api.responses import RequestError
 from api.settings import ApiSettings
@@ -20,19 +20,21 @@ class Exchange:
 
     def __init__(self, *events: Message) -> None:
         self._events = list(events) or [{"type": "http.request", "body": b"", "more_body": False}]
-        self.left = asyncio.Event()
-        self.waiting = 0
+        self.left: Callable[[], None] | None = None
         self.sent: list[Message] = []
 
     async def receive(self) -> Message:
-        if self._events:
-            return self._events.pop(0)
-        self.waiting += 1
-        try:
-            await self.left.wait()
-        finally:
-            self.waiting -= 1
-        return {"type": "http.disconnect"}
+        assert self._events, "the body has been read, and nobody waits for more"
+        return self._events.pop(0)
+
+    def tell_of_departure(self, left: Callable[[], None] | None) -> None:
+        self.left = left
+
+    def has_whole_body(self) -> bool:
+        return False
+
+    def is_full(self) -> bool:
+        return False
 
     async def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -48,6 +50,14 @@ class Exchange:
     @property
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+
+class Lost(Exchange):
+    """A connection that was lost before the application was called."""
+
+    def tell_of_departure(self, left: Callable[[], None] | None) -> None:
+        if left is not None:
+            left()
 
 
 def scope(method: str = "POST", path: str = "/v1/chat/completions", **more: Any) -> Message:
@@ -68,7 +78,7 @@ async def answering(scope: Message, receive: Any, send: Any) -> None:
 
 async def serve(app: Edge, exchange: Exchange, given: Message) -> None:
     try:
-        await app(given, exchange.receive, exchange.send)
+        await app(given | {CLIENT: exchange}, exchange.receive, exchange.send)
     except asyncio.CancelledError:
         return
 
@@ -77,8 +87,7 @@ def run(app: Edge, given: Message, *events: Message) -> Exchange:
     async def once() -> Exchange:
         exchange = Exchange(*events)
         await serve(app, exchange, given)
-        await asyncio.sleep(0)
-        assert exchange.waiting == 0, "the watcher has ended with its request"
+        assert exchange.left is None, "the connection tells nobody of what comes after its request"
         return exchange
 
     return asyncio.run(once())
@@ -135,13 +144,14 @@ def test_a_departure_cancels_the_application_at_once() -> None:
 
     async def once() -> None:
         exchange = Exchange()
-        task = asyncio.ensure_future(edge(waiting)(scope("GET", "/health"), exchange.receive, exchange.send))
-        while not exchange.waiting:
+        given = scope("GET", "/health") | {CLIENT: exchange}
+        task = asyncio.ensure_future(edge(waiting)(given, exchange.receive, exchange.send))
+        while exchange.left is None:
             await asyncio.sleep(0)
-        exchange.left.set()
+        exchange.left()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert exchange.sent == [] and exchange.waiting == 0
+        assert exchange.sent == [] and exchange.left is None
 
     asyncio.run(once())
     assert seen == ["began", "cancelled"]
@@ -149,19 +159,32 @@ def test_a_departure_cancels_the_application_at_once() -> None:
 
 def test_a_departure_after_the_last_byte_is_none() -> None:
     async def once() -> None:
-        departed = asyncio.Event()
-
-        async def receive() -> Message:
-            departed.set()
-            return {"type": "http.disconnect"}
+        exchange = Exchange()
 
         async def app(scope: Message, receive: Any, send: Any) -> None:
-            await departed.wait()
+            assert exchange.left is not None
+            exchange.left()
             await asyncio.sleep(0)
 
-        departure = Departure(receive, lambda: True)
+        departure = Departure(exchange, lambda: True)
         await departure.run(app, {}, b"", lambda message: asyncio.sleep(0))
         assert not departure.gone
+
+    asyncio.run(once())
+
+
+def test_a_client_that_has_left_already_is_served_nothing() -> None:
+    served = []
+
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+        served.append(scope)
+
+    async def once() -> None:
+        departure = Departure(Lost(), lambda: False)
+        with pytest.raises(asyncio.CancelledError):
+            await departure.run(app, {}, b"", lambda message: asyncio.sleep(0))
+        assert departure.gone and not served
 
     asyncio.run(once())
 
@@ -191,8 +214,3 @@ def test_the_lifespan_starts_and_stops_what_it_was_given() -> None:
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
     ]
-
-
-def test_a_websocket_is_closed() -> None:
-    exchange_sent = run(edge(answering), {"type": "websocket"}).sent
-    assert exchange_sent == [{"type": "websocket.close", "code": 1000}]

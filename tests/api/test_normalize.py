@@ -28,7 +28,7 @@ def refused(**fields: Any) -> RequestError:
 
 def test_the_least_request() -> None:
     chat = normalized()
-    assert chat == NormalizedChat("m", [USER], 1024, template_kwargs={"enable_thinking": False})
+    assert chat == NormalizedChat("m", [USER], 1024, template_kwargs={"enable_thinking": False}, said=[USER])
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN - {"messages", "model"}))
@@ -171,6 +171,9 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]}], r"\.id"),
     ([{"role": "tool", "tool_call_id": 5}], "tool_call_id"),
     ([{"role": "user", "name": 5}], "name"),
+    ([{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}], r"\[0\]\.content\[0\] must be .* text"),
+    ([{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}], r"content\[0\]\.refusal"),
+    ([{"role": "assistant", "refusal": 5}], r"\[0\]\.refusal"),
 ]
 
 
@@ -188,6 +191,15 @@ def test_messages_keep_what_they_have_and_lose_what_is_null() -> None:
         {"role": "assistant", "content": None, "x": [None], "name": "n"},
         {"role": "narrator", "content": None},
     ]
+
+
+def test_what_an_assistant_refused_is_what_it_said() -> None:
+    parts = [{"type": "text", "text": "No."}, {"type": "refusal", "refusal": "I may not."}]
+    given = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": None, "refusal": "Never."}]
+    in_parts, as_field = normalized(messages=given).messages
+    assert in_parts["content"] == [{"type": "text", "text": "No."}, {"type": "text", "text": "I may not."}]
+    assert as_field["content"] == "Never."
+    assert parts[1] == {"type": "refusal", "refusal": "I may not."}, "the client's objects are never changed"
 
 
 # Tools
@@ -257,7 +269,7 @@ def test_a_schema_follows_as_json_text() -> None:
         f'{ONE_OBJECT} It must match this JSON schema: {{"type": "object", "title": "Ville ✨"}}'
     )
     assert chat.response_format == ResponseFormat("json_schema", schema, True)
-    for spec in (None, {}, {"schema": {}}, {"name": "c"}):
+    for spec in ({}, {"schema": {}}, {"name": "c"}):
         wanted = normalized(response_format={"type": "json_schema", "json_schema": spec})
         assert wanted.messages[0]["content"] == ONE_OBJECT and wanted.response_format.json_mode
 
@@ -271,6 +283,8 @@ def test_a_schema_follows_as_json_text() -> None:
         {"type": "JSON_OBJECT"},
         {"type": 5},
         {"type": ["text"]},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": None},
         {"type": "json_schema", "json_schema": "s"},
         {"type": "json_schema", "json_schema": {"schema": [1]}},
         {"type": "json_schema", "json_schema": {"schema": "any"}},
@@ -338,6 +352,12 @@ def test_a_template_without_system_messages_finds_the_sentence_of_json_mode_in_p
     developer, _ = normalized(messages=[{"role": "developer", "content": "d"}, *parts[1:]], **asks).otherwise or []
     assert developer == {"role": "developer", "content": f"d\n\n{ONE_OBJECT}"}
     assert normalized(messages=[{"role": "assistant", "content": "x"}], **asks).otherwise is None
+
+
+def test_the_sentence_in_place_is_made_for_those_templates_alone() -> None:
+    chat = normalized(response_format={"type": "json_object"})
+    assert "otherwise" not in vars(chat)
+    assert chat.otherwise is chat.otherwise
 
 
 def test_calls_in_a_history_may_leave_out_what_they_lack() -> None:

@@ -73,6 +73,13 @@ def test_every_field_that_normalization_knows_is_described() -> None:
     schemas = DOCUMENT["components"]["schemas"]
     assert set(schemas["ChatRequest"]["properties"]) == normalize.KNOWN | normalize.EXEMPT
     assert set(schemas["CompletionRequest"]["properties"]) == normalize_completion.KNOWN | normalize.EXEMPT
+    of_prompt, of_messages = schemas["TokenizeRequest"]["oneOf"]
+    for schema, known in (
+        (of_prompt, normalize_completion.KNOWN_OF_PROMPT),
+        (of_messages, normalize_completion.KNOWN_OF_MESSAGES),
+        (schemas["DetokenizeRequest"], normalize_completion.KNOWN_OF_TOKENS),
+    ):
+        assert set(schema["properties"]) == known | normalize.EXEMPT
 
 
 def test_a_worker_that_has_not_reported_has_every_kind_of_memory_in_the_pool() -> None:
@@ -86,7 +93,10 @@ def test_a_worker_that_has_not_reported_has_every_kind_of_memory_in_the_pool() -
 
 def test_keys_and_strictness_are_described_where_they_are_set() -> None:
     guarded = openapi.document(strict=True, keys_needed=True)
-    assert guarded["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+    schemas = guarded["components"]["schemas"]
+    named = [schemas[name] for name in ("ChatRequest", "CompletionRequest", "DetokenizeRequest")]
+    for schema in (*named, *schemas["TokenizeRequest"]["oneOf"]):
+        assert schema["additionalProperties"] is False
     assert guarded["security"] and guarded["paths"]["/health"]["get"]["security"] == []
     assert "401" in guarded["paths"]["/v1/pool"]["get"]["responses"]
     assert "security" not in DOCUMENT and "401" not in DOCUMENT["paths"]["/v1/pool"]["get"]["responses"]

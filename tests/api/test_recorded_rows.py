@@ -23,8 +23,8 @@ def rows(name: str) -> list[Any]:
 def shown(body: dict[str, Any]) -> dict[str, Any]:
     """The normalized request as JSON has it."""
     found = json.loads(json.dumps(dataclasses.asdict(normalize_chat(body, 8192))))
-    # The same messages with the sentence of JSON mode elsewhere (tests/api/test_normalize.py).
-    del found["otherwise"]
+    # The client's own words, for templates that want the sentence of JSON mode elsewhere (tests/api/test_normalize.py).
+    del found["said"]
     return found
 
 

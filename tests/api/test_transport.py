@@ -95,6 +95,83 @@ def test_what_is_not_http_gets_the_error_shape_too(server: Server, request_bytes
     server.wait_for_line(outcome="malformed", status=status)
 
 
+OF_THE_PARSER = [
+    (b"get /health HTTP/1.1\r\n\r\n", 400, "'get' is not a valid request method."),
+    (b"GET /health HTTP/9.9\r\n\r\n", 400, "'HTTP/9.9' is not a supported version of HTTP; use HTTP/1.1."),
+    (b"GET /health HTTP/1.1\r\nna me: x\r\n\r\n", 400, "'na me' is not a valid header name."),
+    (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "A request header is not valid: Duplicate host header."),
+    (b"GET /health HTTP/1.1\nHost: a\n\n", 400, "The request is not valid HTTP: Bare LF as line terminator"),
+    (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 400, "The chunked request body is not valid: "),
+]
+
+
+@pytest.mark.parametrize(("request_bytes", "status", "words"), OF_THE_PARSER)
+def test_the_servers_own_refusals_say_what_is_wrong(
+    server: Server, request_bytes: bytes, status: int, words: str
+) -> None:
+    with server.connect() as connection:
+        connection.sendall(request_bytes)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert str(error_of(body)["message"]).startswith(words)
+
+
+CODINGS = ["gzip, chunked", "deflate,chunked", "identity, chunked", "gzip\r\nTransfer-Encoding: chunked", "br"]
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_a_coded_body_is_refused_and_not_taken_for_its_text(server: Server, broker: FakeBroker, coding: str) -> None:
+    body = chat_body()
+    framing = f"Transfer-Encoding: {coding}".encode()
+    head = http_request("POST", "/v1/chat/completions").replace(b"Content-Length: 0", framing)
+    with server.connect() as connection:
+        connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        head, _, answer = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 501 ") and b"connection: close" in head.lower() and b"x-request-id: req_" in head
+    first = coding.partition("\r")[0].partition(",")[0]
+    assert str(error_of(answer)["message"]).startswith(f"The transfer coding '{first}' is not supported")
+    assert broker.count(Reserve) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/chat/completions", 405), ("/v1/realtime", 404), ("/v1/models", 200)]
+)
+def test_an_upgrade_is_passed_over_and_the_request_answered(server: Server, path: str, status: int) -> None:
+    key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+    wanted = ("Upgrade: websocket", "Connection: Upgrade", key, "Sec-WebSocket-Version: 13", "X-Request-Id: socket")
+    with server.connect() as connection:
+        connection.sendall(http_request("GET", path, b"", *wanted))
+        reply = read_until(connection, b"}")
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and b"x-request-id: socket" in reply
+    server.wait_for_line(id="socket", status=status)
+
+
+def test_a_client_of_http_1_0_is_told_whether_its_connection_goes_on(server: Server) -> None:
+    with server.connect() as connection:
+        for _ in range(2):
+            connection.sendall(http_request("GET", "/health", b"", "Connection: keep-alive", version="1.0"))
+            assert b"connection: keep-alive" in read_until(connection, b'"ok"}').lower()
+        connection.sendall(http_request("GET", "/health", version="1.0"))
+        assert b"connection: close" in read_all(connection).lower()
+    with server.connect() as connection:
+        connection.sendall(
+            http_request("POST", "/v1/chat/completions", chat_body(stream=True), "Connection: keep-alive", version="1.0")
+        )
+        head = read_all(connection).partition(b"\r\n\r\n")[0].lower()
+        assert b"connection: close" in head and b"keep-alive" not in head
+
+
+def test_an_empty_line_before_a_request_is_passed_over(server: Server) -> None:
+    with server.connect() as connection:
+        for line in (b"\r\n", b"", b"\r\n"):
+            connection.sendall(line + http_request("POST", "/nope", b"{}"))
+            assert read_until(connection, b"}}").startswith(b"HTTP/1.1 404 ")
+        # What old clients send after a body, which is before the next request.
+        connection.sendall(b"\r\n")
+        connection.sendall(http_request("GET", "/health"))
+        assert read_until(connection, b'"ok"}').startswith(b"HTTP/1.1 200 ")
+
+
 def padded_chat(size: int) -> bytes:
     body = chat_body()
     return body + b" " * (size - len(body))
@@ -266,6 +343,24 @@ def test_a_client_that_leaves_while_its_place_is_asked_for_releases_it(
         leave(connection)
         (release,) = broker.wait_for(Release)
         assert release.requests == reserve.requests
+
+
+def test_what_is_rendered_for_a_client_that_has_left_is_not_submitted(server: Server, broker: FakeBroker) -> None:
+    def reserve_and_leave(broker: FakeBroker, message: Message, payload: bytes) -> None:
+        if isinstance(message, Reserve):
+            connection.close()
+            only_reserve(broker, message, payload)
+
+    broker.script = reserve_and_leave
+    with server.connect() as connection:
+        words = "word " * 1500
+        body = chat_body(messages=[{"role": "user", "content": words}])
+        connection.sendall(http_request("POST", "/v1/chat/completions", body, "X-Request-Id: gone"))
+        (release,) = broker.wait_for(Release)
+    server.wait_for_line(id="gone", status=499)
+    # What may still be rendered in the thread is done when as much has been rendered after it.
+    assert server.request("POST", "/tokenize", json.dumps({"prompt": words * 2}).encode())[0] == 200
+    assert (broker.count(Reserve), broker.count(Submit), len(release.requests)) == (1, 0, 1)
 
 
 @WAYS

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from common.generation import GenerationRequest
 from common.ids import RequestId
 from tests.worker.driving import Reply, collect, run
-from worker.engine import Unsupported
+from worker.engine import Committed, Unsupported
 from worker.engines.scripted import MAX_LATE_TOKENS, ScriptedEngine, ScriptedError
 
-ONE = RequestId(b"1" * 16)
+ONE, TWO = RequestId(b"1" * 16), RequestId(b"2" * 16)
 
 Make = Callable[..., ScriptedEngine]
 Ask = Callable[..., GenerationRequest]
@@ -165,6 +165,21 @@ def test_tokens_come_at_their_rate_after_their_delay(
         assert len(replies[ONE].tokens) == before + 1
         times.append(clock.now - begun)
     assert times == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
+
+
+def test_rows_that_go_together_give_their_tokens_in_the_same_steps(make: Make, ask: Ask, clock: Clock) -> None:
+    engine = make(rate=10)
+    clock.sleep(0.33)
+    for row in (ONE, TWO):
+        engine.start(row, ask(scripted(count=3, together=True)))
+        engine.step()
+        clock.sleep(0.02)
+    steps = []
+    while engine.busy:
+        clock.sleep(engine.due_in())
+        steps.append((clock.now - 1000.0, [step.request for step in engine.step() if isinstance(step, Committed)]))
+    assert [rows for _, rows in steps if rows] == [[ONE, TWO]] * 3
+    assert [at for at, rows in steps if rows] == pytest.approx([0.4, 0.5, 0.6])
 
 
 def test_a_late_step_gives_what_is_due_and_no_more(

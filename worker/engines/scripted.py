@@ -10,6 +10,8 @@ A prompt holds its script as a JSON object after the marker "@script". Every key
   count      so many tokens: tokens repeated, or else "word1 word2 ..."
   echo       true: the reply is the prompt's last user message without its script
   rate       tokens a second (0: one block each step); delay_s: seconds before the first token
+  together   true: its first token waits for the next of the instants 1/rate apart that the engine counts from its
+             loading, so that rows of one rate give their tokens in the same steps, as a real engine's do
   block      tokens that come at once, 1 to 256
   end        "stop" (default) or "length": how it ends after its last token
   fail_at    n: the row fails instead of giving its token n (counted from 0); likewise
@@ -80,6 +82,7 @@ class Script(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     echo: bool = False
     rate: float | None = None
     delay_s: float | None = None
+    together: bool = False
     block: int | None = None
     end: Literal["stop", "length"] = "stop"
     fail_at: int | None = None
@@ -156,6 +159,7 @@ class ScriptedEngine:
         self._clock, self._sleep, self._kill = clock, sleep, kill
         self._rows: dict[RequestId, _Row] = {}
         self._memory = 0
+        self._loaded_at = 0.0
         self.facts = EngineFacts(
             slots=slots,
             kv_tokens=slots * context,
@@ -178,6 +182,7 @@ class ScriptedEngine:
             self.facts = replace(self.facts, markup=written)
         if self._load_s:
             self._sleep(self._load_s)
+        self._loaded_at = self._clock()
 
     def rebuild(self) -> None:
         self._rows.clear()
@@ -203,6 +208,10 @@ class ScriptedEngine:
         self._memory = self._memory if script.memory is None else script.memory
         tokens = _tokens(script, prompt, request.prompt)
         capped = len(tokens) >= request.max_tokens
+        rate = self._rate if script.rate is None else script.rate
+        first_at = self._clock() + (self._delay_s if script.delay_s is None else script.delay_s)
+        if script.together and rate:
+            first_at = self._loaded_at + math.ceil((first_at - self._loaded_at) * rate) / rate
         self._rows[request_id] = _Row(
             id=request_id,
             script=script,
@@ -210,8 +219,8 @@ class ScriptedEngine:
             reason="length" if capped else script.end,
             prompt_length=len(request.prompt),
             top_logprobs=request.top_logprobs,
-            first_at=self._clock() + (self._delay_s if script.delay_s is None else script.delay_s),
-            rate=self._rate if script.rate is None else script.rate,
+            first_at=first_at,
+            rate=rate,
             block=script.block or self._block,
         )
 
