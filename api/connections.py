@@ -1,8 +1,9 @@
 """The open connections of one API process, and the bounds the server does not set itself.
 
-gunicorn's protocol class with three additions: who is connected, a deadline for a first request's headers, and an end
-for connections that take nothing any more. Knows sockets, not requests. Invariant: a protocol is in `open` exactly
-between connection_made and connection_lost.
+gunicorn's protocol class with additions: who is connected, a deadline for a first request's headers, an end for
+connections that take nothing any more, news of a client's departure, calls without a task of their own, and what
+gunicorn leaves open of HTTP (upgrades, HTTP/1.0). Knows nothing of routes or bodies. Invariant: a protocol is
+in `open` exactly between connection_made and connection_lost.
 """
 
 import asyncio
@@ -11,12 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gunicorn.asgi.parser import UnsupportedTransferCoding
 from gunicorn.asgi.protocol import ASGIProtocol
 from gunicorn.workers import gasgi
 
 from api.disconnect import CLIENT
-from api.malformed import refusal, unsupported_coding
+from api.malformed import refusal
 from api.request_line import RequestLine, new_label
 
 # While draining: how long a connection that was just accepted may take to ask.
@@ -127,16 +127,14 @@ class Connection(ASGIProtocol):
         self._safe_write(head.encode("latin-1") + body)
         line.write()
 
-    def _on_headers_complete(self) -> bool:
-        if self._callback_parser.is_chunked and (coding := unsupported_coding(self._callback_parser.headers)):
-            # The server would take what is coded for the body itself; raised here, it ends as its own refusals do.
-            raise UnsupportedTransferCoding(coding)
-        return super()._on_headers_complete()
-
     async def _serve_http_request(self, request: Any, sockname: Any, peername: Any) -> bool:
         # The server would run each call in a task of its own, so that an application may go on after its response and the
         # next request begin meanwhile. Ours is over with its response, and a task costs as much as a chunk.
-        return await self._handle_http_request(request, sockname, peername)
+        served = await self._handle_http_request(request, sockname, peername)
+        # What comes in one packet is parsed already, and many an answer waits for nothing: ten thousand requests would
+        # be served before anybody else had his turn.
+        await asyncio.sleep(0)
+        return bool(served)
 
     def _build_http_scope(self, request: Any, sockname: Any, peername: Any) -> dict[str, Any]:
         scope = super()._build_http_scope(request, sockname, peername)

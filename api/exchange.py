@@ -31,7 +31,7 @@ class Exchange:
 
     def __init__(self, link: BrokerLink, count: int) -> None:
         self._link = link
-        # A future by hand and not an Event: this is waited for at every token of every stream.
+        # A future by hand and not an Event: whoever is not written to directly waits for it at every token.
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
         # What takes news where it comes, without waking who waits for it; False: wake all the same.

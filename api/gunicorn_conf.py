@@ -74,6 +74,11 @@ proc_name = "millpond-api"
 def on_starting(server: Any) -> None:
     """The master's first words."""
     end_with_parent()
+    if server.cfg.http_protocols != ["h1"]:
+        # GUNICORN_CMD_ARGS goes before this file. The server's connections for HTTP/2 are others than ours, without our
+        # deadlines.
+        logging.getLogger("gunicorn.error").error("millpond speaks HTTP/1.1 only: leave gunicorn's http_protocols at h1")
+        sys.exit(1)
 
 
 def when_ready(server: Any) -> None:

@@ -35,14 +35,15 @@ def refusal(status: int, said: str, error: BaseException | None) -> RequestError
     return RequestError(status, message, kind=INVALID)
 
 
-def unsupported_coding(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The first transfer coding that is not chunked; "" for none.
-
-    A server that took the coded bytes for the body would read something else than was sent (RFC 9112, 6.1).
-    """
+def coded(headers: Iterable[tuple[bytes, bytes]]) -> RequestError | None:
+    """The answer for a body in a transfer coding other than chunked, which the server lets through if chunked is the
+    last: what it then took for the body would be something else than was sent (RFC 9112, 6.1). headers: names in small
+    letters."""
     for name, value in headers:
-        if name.lower() == b"transfer-encoding":
+        if name == b"transfer-encoding":
             for coding in value.split(b","):
                 if coding.strip(b" \t").lower() != b"chunked":
-                    return coding.strip(b" \t").decode("latin-1")
-    return ""
+                    word = shown(coding.strip(b" \t").decode("latin-1"))
+                    message = _SENTENCES["UnsupportedTransferCoding"].format(word=word)
+                    return RequestError(501, message, headers={"connection": "close"}, outcome="malformed")
+    return None

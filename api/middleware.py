@@ -19,6 +19,7 @@ from api.body import Body, ClientGone, Receive
 from api.cors import Cors
 from api.disconnect import CLIENT, App, Client, Departure, Send
 from api.keys import read_keys
+from api.malformed import coded
 from api.request_line import RequestLine, new_label
 from api.responses import (
     RequestError,
@@ -102,6 +103,8 @@ class Edge:
         path, method = routes.normal_path(routes.origin_form(scope["path"])), scope["method"]
         route = routes.find(path)
         answer.headers += self._cors.allowed(scope["headers"])
+        if (refused := coded(scope["headers"])) is not None:
+            raise refused
         if route is None:
             raise not_found()
         line.route = route.path

@@ -1,4 +1,4 @@
-"""A streamed reply: tickets in, bytes of events out, one item per wake-up.
+"""A streamed reply: tickets in, bytes of events out: text directly to the connection, the rest when it is asked for.
 
 An async iterator over the body's parts. Owns the order of a stream's events; the bytes are a Format's. Invariant:
 it ends by StopAsyncIteration after [DONE], or by CancelledError after anything less, so that a client can tell the two.
@@ -162,6 +162,6 @@ class ReplyStream:
         return b"" if ticket.overflowed else event(stream_error(outcome, ticket.summary.error))
 
     def _wake_later(self) -> None:
-        # One timer per stream instead of a timeout per wait: waiting is what happens at every token.
+        # One timer per stream instead of a timeout per wait: there may be a wait for every token.
         self._exchange.poke()
         self._timer = asyncio.get_running_loop().call_later(self._comment_s, self._wake_later)

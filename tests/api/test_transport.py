@@ -1,5 +1,6 @@
 """HTTP itself over real gunicorn: paths, methods, ids, bodies, connections, departures."""
 
+import contextlib
 import json
 import socket
 import time
@@ -131,6 +132,16 @@ def test_a_coded_body_is_refused_and_not_taken_for_its_text(server: Server, brok
     first = coding.partition("\r")[0].partition(",")[0]
     assert str(error_of(answer)["message"]).startswith(f"The transfer coding '{first}' is not supported")
     assert broker.count(Reserve) == 0
+
+
+def test_the_refusal_of_a_large_coded_body_arrives(server: Server) -> None:
+    head = http_request("POST", "/v1/chat/completions").replace(b"Content-Length: 0", b"Transfer-Encoding: gzip, chunked")
+    with server.connect() as connection:
+        connection.settimeout(10)
+        # More than the sockets hold: closed upon at once, the client would have a reset in place of the answer.
+        connection.sendall(head + b"10000\r\n%b\r\n" % bytes(0x10000) * 40)
+        time.sleep(0.3)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 501 ")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +299,23 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
         reply = read_all(connection)
     assert reply.index(b"first") < reply.index(b"second")
     assert reply.count(b"HTTP/1.1 200 ") == 2
+
+
+def test_a_packet_full_of_requests_leaves_others_their_turn(server: Server) -> None:
+    flood, answers, line = 2000, bytearray(), b"HTTP/1.1 404 "
+    with server.connect() as greedy, server.connect() as other:
+        greedy.sendall(b"GET /nope HTTP/1.1\r\nHost: x\r\n\r\n" * flood)
+        answers += greedy.recv(1000)
+        other.sendall(http_request("GET", "/health"))
+        assert read_until(other, b'"ok"}').startswith(b"HTTP/1.1 200 ")
+        greedy.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                answers += greedy.recv(1 << 20)
+        assert 0 < answers.count(line) < flood // 4
+        greedy.settimeout(20)
+        while answers.count(line) < flood:
+            answers += greedy.recv(1 << 20)
 
 
 @pytest.mark.slow

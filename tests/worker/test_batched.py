@@ -3,6 +3,7 @@
 import os
 import random
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,23 @@ def test_prompts_that_come_together_wait_for_each_other_and_no_longer(
         engine.start(rid(number), request(number, 5))
     assert engine.due_in() == 0.0
     assert len({step.request for step in engine.step() if isinstance(step, Prefilled)}) == 8
+    # Whoever waited and left is no beginning of the next company.
+    for number in range(8):
+        engine.cancel(rid(number))
+    monkeypatch.setattr(engine, "_company", Company(0.2))
+    monkeypatch.setattr(engine._pace, "seconds", lambda tokens: 1.0)
+    for leave in (lambda: engine.cancel(rid(0)), engine.rebuild):
+        engine.start(rid(0), request(0, 5))
+        leave()
+        time.sleep(0.15)
+        engine.start(rid(0), request(0, 5))
+        assert engine.due_in() > 0
+        engine.cancel(rid(0))
     # Rows that run never wait for those that come.
-    engine.cancel(rid(0))
+    monkeypatch.setattr(engine, "_company", Company(0.0))
+    engine.start(rid(8), request(8, 5))
+    engine.step()
+    monkeypatch.setattr(engine, "_company", Company(30.0))
     engine.start(rid(9), request(9, 5))
     assert engine.due_in() == 0.0 and any(isinstance(step, Committed) for step in engine.step())
 

@@ -214,6 +214,7 @@ class BatchedEngine:
         if self._speculation:
             self._speculation.drop()
         self._waiting.clear()
+        self._company.left()
         self._rows.clear()
         # What broke the step may have been a lack of memory.
         self._kept.clear()
@@ -279,6 +280,8 @@ class BatchedEngine:
             row = next((row for row in self._rows.values() if row.id == request_id), None)
             if row is not None:
                 self._leave(row)
+        elif not self._waiting:
+            self._company.left()
 
     @property
     def busy(self) -> bool:

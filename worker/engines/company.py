@@ -1,7 +1,8 @@
 """How long prompts that come to an idle engine wait for company (pure).
 
 Owns that rule. Must never know a clock or what is read: it is told. Invariant: nobody waits for longer than GAP_S after
-the last arrival, nor for longer than a tenth of the time that reading will take anyway.
+the last arrival, nor for longer than a tenth of the time that reading the prompts takes. What a cache has of them is not
+known yet and counts as well, which costs the second bound, never the first.
 
 Requests that are sent at once arrive a millisecond or two apart, since the API handles one after the other. Were the
 first one read at once, all others would be read in pieces between its tokens; together they are read in long strides,

@@ -42,8 +42,9 @@ def _lay_out(model: nn.Module) -> None:
 
     Only how they lie in memory changes. An embedding takes part where the logits are made of it too.
     """
-    tied = "lm_head" not in model
-    for module in model.modules():
+    named = model.named_modules()
+    tied = not any(name.rpartition(".")[2] == "lm_head" for name, _ in named)
+    for _, module in named:
         if type(module) is nn.Linear or (type(module) is nn.Embedding and tied):
             weight = module.weight
             if weight.dtype == mx.float32:
