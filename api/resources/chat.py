@@ -13,7 +13,6 @@ from api.exchange import Exchange
 from api.extract_json import extract_json
 from api.generate import Generation
 from api.normalize import NormalizedChat, normalize_chat
-from api.middleware import ANSWER
 from api.request_line import RequestLine
 from api.resources.replies import (
     BESIDE_THE_LOOP_BYTES,
@@ -24,7 +23,6 @@ from api.resources.replies import (
     read_body,
 )
 from api.settings import ApiSettings
-from api.stream import ReplyStream
 
 
 class Chat:
@@ -47,15 +45,7 @@ class Chat:
         line.queue_ms = exchange.queue_ms
         form = ChatFormat(f"chatcmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}")
         if chat.stream:
-            stream = ReplyStream(
-                exchange,
-                form,
-                line,
-                req.scope[ANSWER],
-                buffer=settings.stream_buffer,
-                comment_s=settings.keep_alive_comment,
-            )
-            answer_stream(resp, stream, exchange, line)
+            answer_stream(req, resp, form, exchange, settings)
         else:
             body = await self._whole(chat, exchange, form)
             answer_whole(resp, body, exchange, line)

@@ -10,11 +10,9 @@ import falcon.asgi
 
 from api.generate import Generation
 from api.normalize_completion import normalize_completion
-from api.middleware import ANSWER
 from api.request_line import RequestLine
 from api.resources.replies import answer_stream, answer_whole, list_ignored, now, read_body
 from api.settings import ApiSettings
-from api.stream import ReplyStream
 from api.text_chunks import TextFormat
 
 
@@ -41,15 +39,7 @@ class Completions:
             f"cmpl-{secrets.token_hex(12)}", now(), model.name, f"fp_{exchange.fingerprint}", echoed, asked.n
         )
         if asked.stream:
-            stream = ReplyStream(
-                exchange,
-                form,
-                line,
-                req.scope[ANSWER],
-                buffer=settings.stream_buffer,
-                comment_s=settings.keep_alive_comment,
-            )
-            answer_stream(resp, stream, exchange, line)
+            answer_stream(req, resp, form, exchange, settings)
             return
         await exchange.finished()
         tickets = exchange.tickets

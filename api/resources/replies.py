@@ -13,10 +13,12 @@ import falcon.asgi
 
 from api.exchange import Exchange
 from api.generate import Generation
+from api.middleware import ANSWER
 from api.read_json import BadBody, read_object
 from api.request_line import RequestLine
 from api.responses import RequestError
-from api.stream import ReplyStream
+from api.settings import ApiSettings
+from api.stream import Format, ReplyStream
 from common.generation import Summary
 
 T = TypeVar("T")
@@ -44,13 +46,23 @@ def _read(body: bytes, normalize: Callable[[dict[str, Any]], T]) -> T:
     return normalize(read)
 
 
-def answer_stream(resp: falcon.asgi.Response, stream: ReplyStream, exchange: Exchange, line: RequestLine) -> None:
-    """Answer with a stream of events."""
+def answer_stream(
+    req: falcon.asgi.Request, resp: falcon.asgi.Response, form: Format, exchange: Exchange, settings: ApiSettings
+) -> None:
+    """Answer with a stream of events in this form."""
+    line: RequestLine = req.scope["millpond"]
     name_worker(resp, exchange, line)
     resp.content_type = "text/event-stream; charset=utf-8"
     resp.set_header("cache-control", "no-cache")
     resp.set_header("x-accel-buffering", "no")
-    resp.stream = stream
+    resp.stream = ReplyStream(
+        exchange,
+        form,
+        line,
+        req.scope[ANSWER],
+        buffer=settings.stream_buffer,
+        comment_s=settings.keep_alive_comment,
+    )
 
 
 def answer_whole(resp: falcon.asgi.Response, body: bytes, exchange: Exchange, line: RequestLine) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.children import Child
-from scripts.bench.instances import home
-from worker import device
-from worker.settings import WorkerSettings
+from scripts.bench.instances import worker_environment
 
 
 class BarePair:
@@ -19,11 +17,11 @@ class BarePair:
     """
 
     def __init__(self, folder: Path, slots: int) -> None:
-        ours = device.cpu_environment(WorkerSettings().threads_for(1), home())
-        theirs = {name: value for name, value in ours.items() if name not in device.KERNEL_VARIABLES}
         self._children = {
-            kind: Child("scripts.bench.bare", str(folder), str(slots), kind, environment=environment)
-            for kind, environment in (("generator", theirs), ("engine", ours))
+            kind: Child(
+                "scripts.bench.bare", str(folder), str(slots), kind, environment=worker_environment(kernels=ours)
+            )
+            for kind, ours in (("generator", False), ("engine", True))
         }
 
     def __enter__(self) -> "BarePair":

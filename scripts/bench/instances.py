@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.harness import Harness
+from worker import device
+from worker.settings import WorkerSettings
 
 
 @contextmanager
@@ -48,3 +50,9 @@ def demo_folder() -> Path:
 def home() -> Path:
     """MILLPOND_HOME."""
     return Path(os.environ.get("MILLPOND_HOME") or "~/.cache/millpond").expanduser().absolute()
+
+
+def worker_environment(*, kernels: bool = True) -> dict[str, str]:
+    """What an only worker is given to compute with. kernels: with our compiler for mlx's kernels, not as mlx comes."""
+    made = device.cpu_environment(WorkerSettings().threads_for(1), home())
+    return {name: value for name, value in made.items() if kernels or name not in device.KERNEL_VARIABLES}

@@ -21,7 +21,7 @@ from typing import Any
 from common.processes import DeathPipe, kill_session, python, spawn
 from scripts.bench.children import plain_environment
 from scripts.bench.goals import Figure, Report, table
-from scripts.bench.instances import demo, demo_folder, home
+from scripts.bench.instances import demo, demo_folder, worker_environment
 from scripts.bench.load import drive, stories, tokens_per_s
 from scripts.bench.meter import alternating
 from scripts.loadtest.figures import percentile
@@ -107,14 +107,11 @@ class Peer:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> "Peer":
-        from worker import device
-
         self._folder = Path(tempfile.mkdtemp(prefix="millpond-peer-"))
         environment: Mapping[str, str] = plain_environment()
         model = demo_folder()
         if self._alike:
-            blas = {key: value for key, value in _as_workers_have_it().items() if key not in device.KERNEL_VARIABLES}
-            environment = {**environment, **blas}
+            environment = {**environment, **worker_environment(kernels=False)}
             model = float32_copy(model, self._folder / "float32")
         self._pipe = DeathPipe()
         command = python(
@@ -142,13 +139,6 @@ class Peer:
             return False
 
 
-def _as_workers_have_it() -> dict[str, str]:
-    from worker import device
-    from worker.settings import WorkerSettings
-
-    return device.cpu_environment(WorkerSettings().threads_for(1), home())
-
-
 def float32_copy(model: Path, folder: Path) -> Path:
     """The model with plain float32 weights, as our workers hold them."""
     folder.mkdir()
@@ -166,6 +156,6 @@ def float32_copy(model: Path, folder: Path) -> Path:
         "mx.save_safetensors(sys.argv[2], dict(tree_flatten(model.parameters())), metadata={'format': 'mlx'})\n"
     )
     command = [*python("-c", program), str(model), str(folder / "model.safetensors")]
-    subprocess.run(command, check=True, env={**os.environ, **_as_workers_have_it()})
+    subprocess.run(command, check=True, env={**os.environ, **worker_environment()})
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     return folder

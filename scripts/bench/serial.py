@@ -11,9 +11,7 @@ from pathlib import Path
 from fixtures import tiny_diffusion, tiny_model
 from scripts.bench.children import Child
 from scripts.bench.goals import Figure, Report, table
-from scripts.bench.instances import home
-from worker import device
-from worker.settings import WorkerSettings
+from scripts.bench.instances import worker_environment
 
 CANVAS, BLOCKS, STEPS = 256, 4, 6
 GOAL_PERCENT, GOAL_ACCEPTED = 3.0, 0.9
@@ -21,11 +19,10 @@ GOAL_PERCENT, GOAL_ACCEPTED = 3.0, 0.9
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    environment = device.cpu_environment(WorkerSettings().threads_for(1), home())
     with tempfile.TemporaryDirectory() as folder:
         diffusion = tiny_diffusion.build(Path(folder) / "d", canvas=CANVAS, steps=STEPS)
         llama = tiny_model.build(Path(folder) / "t")
-        with Child("scripts.bench.serial_worker", str(diffusion), str(llama), environment=environment) as worker:
+        with Child("scripts.bench.serial_worker", str(diffusion), str(llama), environment=worker_environment()) as worker:
             # The first one of each kind compiles kernels.
             worker.ask(do="reply", seed=0, tokens=BLOCKS * CANVAS)
             replies = [
