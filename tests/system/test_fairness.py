@@ -105,9 +105,9 @@ def test_a_single_request_waits_for_one_of_the_floods_also_when_the_queue_is_ful
         status, _, reply = ask(pool, "quiet")
         assert status == 200, reply
         waited.append(time.monotonic() - began - RUN_S)
-    queued = pool.snapshot()["models"][0]
+    # Of any one look: a place is empty for as long as it takes one of the refused to come again.
+    wait_for(lambda: pool.snapshot()["models"][0]["waiting"] >= QUEUE - 1, 20, "the queue is full still")
     flood.end()
-    assert queued["waiting"] >= QUEUE - 1, "the queue was not full"
     # One request of the flood that runs, one step, and what this busy machine adds; in turn behind six it would be 1.2 s
     # more, behind those who come while it waits for ever.
     assert sorted(waited)[len(waited) // 2] < RUN_S + 0.2, waited
