@@ -69,4 +69,4 @@ def test_making_a_batch_leaves_the_wired_limit_as_it_was(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mx, "set_wired_limit", lambda value: 1 / 0)
     monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 900})
-    Batch(mlx_lm_0_32.load(tiny_model), [2], PromptCache(0), 0, 0)
+    Batch(mlx_lm_0_32.load(tiny_model), [2], PromptCache(0), 0, 0, 0.0)

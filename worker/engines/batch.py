@@ -8,8 +8,11 @@ mlx-lm's caches are rectangles: rows times the longest. So prompts are read in c
 unlike length decode in groups of their own, where reading the weights once more costs less than the padding.
 """
 
+import math
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.nn as nn
 import numpy as np
@@ -67,11 +70,22 @@ class Prompt:
 
 
 @dataclass(eq=False)
+class _Keeping:
+    """A row's snapshot for the prompt cache on its way: these layers of it are not copied yet."""
+
+    tokens: list[int]
+    cache: Cache
+    uncopied: Cache
+
+
+@dataclass(eq=False)
 class _Company:
-    """Prompts that are read as one rectangle, in the order of its rows."""
+    """Prompts that are read as one rectangle, in the order of its rows. keeping: what is to be copied before they are
+    read on."""
 
     reading: Reading
     prompts: list[Prompt]
+    keeping: deque[_Keeping] = field(default_factory=deque)
 
     @property
     def unread(self) -> int:
@@ -82,15 +96,18 @@ class Batch:
     """Continuous batching: rows join and leave between steps. All calls from the thread that loaded the model."""
 
     def __init__(
-        self, model: nn.Module, stop_ids: Sequence[int], kept: PromptCache, most_padding: int, most_copied: int
-    ) -> None:
+        self, model: nn.Module, stop_ids: Sequence[int], kept: PromptCache, most_padding: int, most_copied: int,
+        most_moved_s: float,
+    ) -> None:  # fmt: skip
         """most_padding: how many tokens of padding cost a step as much as reading the weights once more. most_copied:
-        how many tokens' caches can be copied while rows wait for it."""
+        how many tokens' caches can be copied while rows wait for it. most_moved_s: how long a prompt's own cache may be
+        moved in one step that rows wait for."""
         self._model = model
         self._stops = mlx_lm_0_32.stops(stop_ids)
         self._kept = kept
         self._most_padding = most_padding
         self._most_copied = most_copied
+        self._most_moved_s = most_moved_s
         # A cache that can be cut back serves any prefix; of others one is kept where the shared head ends.
         self._stop_at_shared = not mlx_lm_0_32.can_be_cut(model)
         self._reading: list[_Company] = []
@@ -106,7 +123,6 @@ class Batch:
             self._model,
             [prompt.cache for prompt in prompts],
             [prompt.tokens[: prompt.done] for prompt in prompts],
-            max(prompt.unread for prompt in prompts),
         )
         for prompt in prompts:
             prompt.cache = None
@@ -168,40 +184,78 @@ class Batch:
         oldest, shortest = self._reading[0], min(self._reading, key=lambda company: company.unread)
         chosen = [oldest] if oldest is shortest else [shortest, oldest]
         read, progress = 0, []
+        # Not by the number of bytes: memory that is new to a virtual machine is filled ten times as slowly as other.
+        until = time.monotonic() + self._most_moved_s if self.decodes else math.inf
         for company in chosen:
-            area, steps = self._read(company, most // len(chosen))
+            area, steps = self._read(company, most // len(chosen), until)
             read += area
             progress += steps
         self._reading = [company for company in self._reading if company.prompts]
         return read, progress
 
-    def _read(self, company: _Company, most: int) -> tuple[int, list[Progress]]:
+    def _read(self, company: _Company, most: int, until: float) -> tuple[int, list[Progress]]:
+        """until: when a step that rows wait for takes up nothing more."""
         prompts, reading = company.prompts, company.reading
-        columns = max(1, most // len(prompts))
-        chunks = [prompt.chunk(columns, self._stop_at_shared) for prompt in prompts]
-        area = len(chunks) * max(map(len, chunks))
-        if area:
-            reading.prompt(chunks)
-        for prompt, chunk in zip(prompts, chunks, strict=True):
-            prompt.done += len(chunk)
-        long = sum(prompt.done for prompt in prompts) > self._most_copied // 4
-        if area and long and not company.unread and self.decodes:
-            # Keeping a long prompt, and its first token, are a step's work of their own.
+        area = 0
+        if not company.keeping:
+            columns = self._columns(company, max(1, most // len(prompts)), until)
+            if not columns:
+                return 0, []
+            chunks = [prompt.chunk(columns, self._stop_at_shared) for prompt in prompts]
+            area = len(chunks) * max(map(len, chunks))
+            if area:
+                reading.prompt(chunks)
+            for prompt, chunk in zip(prompts, chunks, strict=True):
+                prompt.done += len(chunk)
+            for row, prompt in enumerate(prompts):
+                if not prompt.unread or self._stop_at_shared and prompt.done == prompt.shared:
+                    self._keep(company, row, prompt.tokens[: prompt.done])
+            if area and (company.keeping or not company.unread) and time.monotonic() >= until:
+                # Keeping a long prompt, and its first token, are steps' work of their own.
+                return area, []
+        if not self._copied(company, until):
             return area, []
-        for row, prompt in enumerate(prompts):
-            if not prompt.unread or self._stop_at_shared and prompt.done == prompt.shared:
-                self._keep(reading, row, prompt.tokens[: prompt.done])
         through = [row for row, prompt in enumerate(prompts) if not prompt.unread]
         if through:
             self._place(reading.take(through).decode([prompts[row].tokens[-1] for row in through]))
         company.prompts = [prompt for prompt in prompts if prompt.unread]
         return area, [prompt.progress() for prompt in prompts]
 
-    def _keep(self, reading: Reading, row: int, tokens: list[int]) -> None:
+    def _columns(self, company: _Company, most: int, until: float) -> int:
+        """How many columns to read now, for which there is room then; 0: this step's time went into making room."""
+        reading = company.reading
+        if until == math.inf:
+            reading.make_room_at_once(company.unread)
+            return most
+        if reading.empty:
+            # How large the caches will be is known after these.
+            return min(most, mlx_lm_0_32.FIRST_COLUMNS)
+        return most if reading.make_room(company.unread, until) else 0
+
+    # --- Keeping ------------------------------------------------------------------------------------------------------
+
+    def _keep(self, company: _Company, row: int, tokens: list[int]) -> None:
         if self._kept.wants(tokens):
-            cache = reading.extract_cache(row)
-            mlx_lm_0_32.evaluate(cache)
-            self._kept.put(tokens, cache)
+            # Not copied before it is evaluated.
+            cache = company.reading.extract_cache(row)
+            company.keeping.append(_Keeping(tokens, cache, list(cache)))
+
+    def _copied(self, company: _Company, until: float) -> bool:
+        """Copy what is to be kept of it, layer after layer, at least one; whether that is done."""
+        while company.keeping:
+            keeping = company.keeping[0]
+            if len(keeping.uncopied) == len(keeping.cache) and not self._kept.wants(keeping.tokens):
+                # Another row's was the same.
+                company.keeping.popleft()
+                continue
+            if keeping.uncopied:
+                mlx_lm_0_32.evaluate([keeping.uncopied.pop()])
+            if not keeping.uncopied:
+                self._kept.put(keeping.tokens, keeping.cache)
+                company.keeping.popleft()
+            if time.monotonic() >= until:
+                break
+        return not company.keeping
 
     # --- Groups -------------------------------------------------------------------------------------------------------
 

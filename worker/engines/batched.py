@@ -236,7 +236,9 @@ class BatchedEngine:
     def _new_batch(self) -> None:
         # The old one first: its cache and the new one's need not fit side by side.
         self._batch: Batch | None = None
-        self._batch = Batch(self._model, self._stop_ids, self._kept, self._most_padding, self._most_copied)
+        self._batch = Batch(
+            self._model, self._stop_ids, self._kept, self._most_padding, self._most_copied, self._decode_stall_s / 2
+        )
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ another, and normalizes every row's logits. Its two halves, the batch that reads
 
 import importlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 # What one row has read, layer by layer.
 Cache = list[Any]
+# What a growing cache has room for at once.
+FIRST_COLUMNS = BatchKVCache.step
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,9 +268,8 @@ class Reading(generate.PromptProcessingBatch):
 
     def __init__(
         self, needs: Sequence[RowNeeds], stops: Any, model: nn.Module, caches: Sequence[Cache | None],
-        known: Sequence[Sequence[int]], unread: int,
+        known: Sequence[Sequence[int]],
     ) -> None:  # fmt: skip
-        """unread: the most tokens that any row will read before it decodes."""
         self.needs = list(needs)
         self._stops = stops
         super().__init__(
@@ -281,8 +283,34 @@ class Reading(generate.PromptProcessingBatch):
             samplers=[None] * len(needs),
             logits_processors=[()] * len(needs),
         )
-        # All columns at once: a cache that grows by its usual 256 is copied whole each time.
-        _grow_by(self.prompt_cache, -(-(unread + 1) // BatchKVCache.step) * BatchKVCache.step)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has read anything."""
+        return not any(self.tokens)
+
+    def make_room(self, unread: int, until: float) -> bool:
+        """Room for that many more tokens a row and the one that decoding begins with, in layer after layer, at least
+        one, while time.monotonic() is before `until`; whether all have it. A cache that grows by its usual 256 is copied
+        whole each time."""
+        short = [
+            layer for layer in self.prompt_cache
+            if type(layer) is BatchKVCache and layer.keys is not None and layer.keys.shape[2] - layer._idx <= unread
+        ]  # fmt: skip
+        for made, layer in enumerate(short):
+            if made and time.monotonic() >= until:
+                return False
+            columns = _whole_steps(layer._idx + unread + 1) - layer._idx
+            layer.keys, layer.values = (
+                mx.pad(part[..., : layer._idx, :], [(0, 0), (0, 0), (0, columns), (0, 0)])
+                for part in (layer.keys, layer.values)
+            )
+            mx.eval(layer.keys, layer.values)
+        return True
+
+    def make_room_at_once(self, unread: int) -> None:
+        """The same in all layers, as part of the next prompt()."""
+        _grow_by(self.prompt_cache, _whole_steps(unread + 1))
 
     def _copy(self) -> "Reading":
         copied = super()._copy()
@@ -300,8 +328,12 @@ class Reading(generate.PromptProcessingBatch):
 
     def decode(self, last: list[int]) -> Decoding:
         """The rows with their prompts' last tokens, ready to decode; this batch is used up."""
-        _grow_by(self.prompt_cache, BatchKVCache.step)
+        _grow_by(self.prompt_cache, FIRST_COLUMNS)
         return Decoding(self.needs, self._stops, self.model, mx.array(last), self.prompt_cache, self.tokens)
+
+
+def _whole_steps(columns: int) -> int:
+    return -(-columns // FIRST_COLUMNS) * FIRST_COLUMNS
 
 
 def _grow_by(cache: Cache, columns: int) -> None:
