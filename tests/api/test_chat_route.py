@@ -431,6 +431,27 @@ def test_a_stalled_reader_gets_a_prefix_and_its_place_returns(server: Server, br
     server.wait_for_line(outcome="slow_reader")
 
 
+def test_a_reader_that_pauses_gets_every_piece_once_and_in_order(server: Server, broker: FakeBroker) -> None:
+    """Its connection is full for most of them; the last few come when it takes them at once again."""
+    broker.script = start_and_wait()
+    with stalled(server) as connection:
+        (submit,) = broker.wait_for(Submit)
+        body = read_until(connection, b"\r\n\r\n").partition(b"\r\n\r\n")[2]
+        # More than socket buffers and the server's high-water mark together, in fewer pieces than make a reader too slow.
+        for seq in range(50):
+            broker.tokens(submit.request, seq, words(f"{seq:06d}" + "x" * 100_000))
+        time.sleep(0.5)
+        assert not broker.count(Cancel)
+        body += read_until(connection, b"000049xxx")
+        for seq in range(50, 60):
+            broker.tokens(submit.request, seq, words(f"{seq:06d}"))
+        broker.done(submit.request)
+        body += read_until(connection, b"[DONE]")
+    found = [part[:6] for part in body.split(b'"content":"')[2:]]
+    assert found == [b"%06d" % seq for seq in range(60)]
+    server.wait_for_line(outcome="stop")
+
+
 @pytest.mark.slow
 def test_a_connection_that_takes_nothing_is_closed_in_the_end(own_server: Callable[..., Server]) -> None:
     server = own_server(stall_timeout=0.5)

@@ -208,3 +208,10 @@ def test_an_end_that_is_asked_for_while_a_worker_starts_is_not_lost(own_server: 
     # The graceful timeout, after which the master kills, is 33 s.
     assert server.process.wait(40) == 0
     assert time.monotonic() - began < 20
+
+
+def test_http_2_is_refused_at_start(own_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GUNICORN_CMD_ARGS", "--http-protocols h2,h1")
+    server = own_server(wait=False)
+    assert server.process.wait(20) == 1
+    assert "millpond speaks HTTP/1.1 only" in server.log() and "Traceback" not in server.log()
