@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from common.errors import ConfigError
+from worker import few_rows
 
 METAL, CUDA, CPU = "metal", "cuda", "cpu"
 
@@ -42,8 +43,6 @@ BLAS_PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
 # multiply-add. With this machine's own instructions and exp inlined they are vector loops. Nobody asks for a trap or an
 # errno; no other freedom is given, so infinities and NaN stay what they are.
 KERNEL_FLAGS = "-march=native -fno-trapping-math -fno-math-errno -finline-limit=10000"
-# By which of cpu_environment()'s variables a process gets them.
-KERNEL_VARIABLES = ("PATH", "TMPDIR")
 
 # Huge pages halve the time of the page faults that a growing KV cache costs. What a batch has freed stays with the
 # process, up to half a GB, and the next one need not fault it in again; from 32 MB on, glibc's limit, it goes back at once.
@@ -53,15 +52,18 @@ MALLOC = (
     f"glibc.malloc.mmap_threshold={32 << 20}",
 )
 
-# 64 x 64 matrices of ones: each element of the product is 64. Large enough to take the vector kernels.
+# Matrices of ones: each element of a product is the length of its sums. One that is large enough to take the vector
+# kernels, and few rows by a transposed matrix with an odd length, which our own library does (worker/few_rows.py).
 TRY_BLAS = """
 import ctypes, sys
-ones = (ctypes.c_float * 4096)(*[1.0] * 4096)
-product = (ctypes.c_float * 4096)()
 number = ctypes.c_float
+ones = (number * 4096)(*[1.0] * 4096)
 multiply = ctypes.CDLL(None).cblas_sgemm
-multiply(101, 111, 111, 64, 64, 64, number(1), ones, 64, ones, 64, number(0), product, 64)
-sys.exit(set(product) != {64.0})
+for transposed, rows, columns, length in ((111, 64, 64, 64), (112, 7, 35, 61)):
+    product = (number * (rows * columns))()
+    multiply(101, 111, transposed, rows, columns, length, number(1), ones, 64, ones, 64, number(0), product, columns)
+    if set(product) != {length}:
+        sys.exit(1)
 """
 
 
@@ -189,36 +191,49 @@ def probe() -> dict[str, Any]:
 # --- Workers on a CPU -------------------------------------------------------------------------------------------------
 
 
-def cpu_environment(threads: int, home: Path, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+def cpu_environment(
+    threads: int, home: Path, inherited: Mapping[str, str] | None = None, *, own_kernels: bool = True
+) -> dict[str, str]:
     """What to add to the environment of a worker that computes on a Linux CPU; {} on other systems.
 
-    One BLAS thread per core of its share; a BLAS that is worth having; a compiler that makes good kernels; and a
-    private folder for these that survives restarts. All workers share that folder: mlx compiles under a random name and
-    renames, so that none sees another's half-written kernel. Raises ConfigError when it cannot be made.
+    One BLAS thread per core of its share; a BLAS that is worth having, and before it our own multiplication of few rows; a
+    compiler that makes good kernels; and a private folder for these that survives restarts. All workers share that folder:
+    mlx compiles under a random name and renames, so that none sees another's half-written kernel. own_kernels False:
+    mlx's kernels and OpenBLAS's, as they come. Raises ConfigError when the folder cannot be made.
     """
     if sys.platform != "linux":
         return {}
     before = os.environ if inherited is None else inherited
-    folder = kernel_folder(home)
     made = {
         "OPENBLAS_NUM_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),
         "GLIBC_TUNABLES": _tunables(before.get("GLIBC_TUNABLES", "")),
-        "TMPDIR": str(folder),
     }
-    return made | _compiler_environment(folder, before) | _blas_environment(home, before)
+    if not own_kernels:
+        return made | _blas_environment(home, before, None)
+    folder = kernel_folder(home)
+    try:
+        own = few_rows.library(folder, before)
+    except OSError as error:
+        raise ConfigError(f"cannot use the kernel folder {folder}: {error.strerror}; set MILLPOND_HOME") from None
+    made |= {"TMPDIR": str(folder)} | _compiler_environment(folder, before)
+    return made | _blas_environment(home, before, own)
 
 
-def _blas_environment(home: Path, before: Mapping[str, str]) -> dict[str, str]:
-    """Preloads the first OpenBLAS that computes on this machine; {} without one: mlx's reference BLAS then does."""
+def _blas_environment(home: Path, before: Mapping[str, str], own: Path | None) -> dict[str, str]:
+    """Preloads the first OpenBLAS that computes on this machine, after our `own` library where that does too; {} without
+    one: mlx's reference BLAS then does."""
     for library in openblas_libraries():
-        preload = {
-            "LD_PRELOAD": _joined(str(library), before.get("LD_PRELOAD")),
-            "LD_LIBRARY_PATH": _joined(str(_fortran_folder(home)), before.get("LD_LIBRARY_PATH")),
-        }
-        # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
-        if _computes({**before, **preload}):
-            return preload
+        for libraries in ([own, library], [library]):
+            if None in libraries:
+                continue
+            preload = {
+                "LD_PRELOAD": _joined(":".join(map(str, libraries)), before.get("LD_PRELOAD")),
+                "LD_LIBRARY_PATH": _joined(str(_fortran_folder(home)), before.get("LD_LIBRARY_PATH")),
+            }
+            # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
+            if _computes({**before, **preload}):
+                return preload
     return {}
 
 
@@ -228,7 +243,9 @@ def _tunables(before: str) -> str:
 
 
 def _joined(first: str, second: str | None) -> str:
-    return f"{first}:{second}" if second and first not in second.split(":") else first
+    """Both lists of paths, without what is in both twice."""
+    begun = first.split(":")
+    return ":".join([*begun, *(part for part in (second or "").split(":") if part and part not in begun)])
 
 
 def openblas_libraries() -> list[Path]:
@@ -327,7 +344,8 @@ def discard_broken_kernels(folder: Path) -> int:
 
     mlx takes any file that is there, and loading a shortened one is a bus error at every start.
     """
-    broken = [path for path in folder.glob("mlx/*/cpu/lib*.so") if not _is_whole_elf(path)]
+    kernels = [*folder.glob("mlx/*/cpu/lib*.so"), *folder.glob(f"{few_rows.NAME}-*.so")]
+    broken = [path for path in kernels if not _is_whole_elf(path)]
     for path in broken:
         path.unlink(missing_ok=True)
     return len(broken)

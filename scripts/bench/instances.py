@@ -53,6 +53,5 @@ def home() -> Path:
 
 
 def worker_environment(*, kernels: bool = True) -> dict[str, str]:
-    """What an only worker is given to compute with. kernels: with our compiler for mlx's kernels, not as mlx comes."""
-    made = device.cpu_environment(WorkerSettings().threads_for(1), home())
-    return {name: value for name, value in made.items() if kernels or name not in device.KERNEL_VARIABLES}
+    """What an only worker is given to compute with. kernels: with ours and our compiler for mlx's, not as mlx comes."""
+    return device.cpu_environment(WorkerSettings().threads_for(1), home(), own_kernels=kernels)

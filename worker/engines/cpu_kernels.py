@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker import device
+from worker import device, few_rows
 
 # What mlx's own stand-in gives to a place that is masked: finite, so that a row with nothing to see is even, not NaN.
 MASKED = mx.finfo(mx.float32).min
@@ -33,6 +33,8 @@ def prepare(progress: Callable[[str], None]) -> None:
     no_kernels = device.ensure_kernels_compile()
     if no_kernels:
         progress(f"running without compiled kernels: {no_kernels}")
+    if not few_rows.in_use():
+        progress("few rows are multiplied by the BLAS, not by our own library, which needs g++ with OpenMP, and AVX")
     mx.fast.scaled_dot_product_attention = attention
 
 

@@ -1,0 +1,193 @@
+"""The multiplication of few rows: the right product for every shape, and nothing but it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from worker import device, few_rows
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+
+@pytest.fixture(scope="module", params=[(), ("-mno-avx512f",)], ids=["this CPU", "16 registers"])
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """What a worker of two threads gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_rows, "FLAGS", (*few_rows.FLAGS, *request.param))
+        made = device.cpu_environment(2, tmp_path_factory.mktemp("home"))
+    assert few_rows.NAME in made["LD_PRELOAD"].split(":")[0], "not compiled, or it does not compute here"
+    yield made
+
+
+def child(program: str, environment: dict[str, str], **more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], env={**os.environ, **environment, **more}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# sgemm() of numpy arrays, which may lie in wider ones, by whatever library comes first.
+MULTIPLY = """
+import ctypes, hashlib, itertools, json
+import numpy as np
+first = ctypes.CDLL(None).cblas_sgemm
+number = ctypes.c_float
+draw = np.random.default_rng(0)
+def wide(rows, columns, more):
+    return draw.standard_normal((rows, columns + more), np.float32)
+def address(array):
+    return array.ctypes.data_as(ctypes.c_void_p)
+def sgemm(a, b, c, rows, columns, length, alpha=1.0, beta=0.0, flags=(101, 111, 112)):
+    first(*flags, rows, columns, length, number(alpha), address(a), a.shape[1], address(b), b.shape[1], number(beta),
+          address(c), c.shape[1])
+"""
+
+EVERY_SHAPE = MULTIPLY + """
+worst = 0.0
+shapes = itertools.product(
+    (*range(1, 18), 33), (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 64, 65), (1, 2, 7, 8, 9, 31, 64, 67, 576), (0, 3)
+)
+for rows, columns, length, more in shapes:
+    a, b, c = wide(rows, length, more), wide(columns, length, more), wide(rows, columns, more)
+    before = c.copy()
+    exact = a[:, :length].astype(np.float64) @ b[:, :length].astype(np.float64).T
+    size = np.abs(a[:, :length]).astype(np.float64) @ np.abs(b[:, :length]).astype(np.float64).T
+    for beta in (0.0, 1.0):
+        sgemm(a, b, c, rows, columns, length, beta=beta)
+        wanted = exact + beta * before[:, :columns]
+        worst = max(worst, float((np.abs(c[:, :columns] - wanted) / (size + np.abs(wanted))).max()))
+        assert (c[:, columns:] == before[:, columns:]).all(), "written beside the result"
+        c[:] = before
+print(worst)
+"""
+
+
+@pytest.mark.parametrize("threads", ["1", "2", "5"])
+def test_every_shape_is_multiplied_and_nothing_beside_it_written(environment: dict[str, str], threads: str) -> None:
+    # The bound of any order of 576 additions is 576 roundings of 6e-8; halves are far better.
+    assert float(child(EVERY_SHAPE, environment, OMP_NUM_THREADS=threads)) < 2e-6
+
+
+OTHERS = MULTIPLY + """
+for rows in (1, 5, 16, 17):
+    a, b, c = wide(rows, 40, 0), wide(24, 40, 0), wide(rows, 24, 0)
+    before, product = c.copy(), a @ b.T
+    turned = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+    for alpha, beta in ((1, 0), (1, 1), (2, 0), (1, 0.5), (-1, 1)):
+        for first_turned, second_turned in itertools.product((False, True), repeat=2):
+            c[:] = before
+            flags = (101, 112 if first_turned else 111, 111 if second_turned else 112)
+            x, y = turned[0] if first_turned else a, turned[1] if second_turned else b
+            sgemm(x, y, c, rows, 24, 40, alpha, beta, flags)
+            assert np.allclose(c, alpha * product + beta * before, atol=1e-4), (rows, alpha, beta, flags)
+"""
+
+
+def test_what_it_does_not_do_goes_to_the_blas(environment: dict[str, str]) -> None:
+    child(OTHERS, environment)
+
+
+BITS = MULTIPLY + """
+a, b = wide(16, 1000, 0), wide(700, 1000, 0)
+all_rows = np.zeros((16, 700), np.float32)
+sgemm(a, b, all_rows, 16, 700, 1000)
+for rows in range(1, 16):
+    for at in (0, 16 - rows):
+        part = np.zeros((rows, 700), np.float32)
+        sgemm(a[at:at + rows], b, part, rows, 700, 1000)
+        assert (part == all_rows[at:at + rows]).all(), (rows, at)
+for columns in (1, 5, 699):
+    part = np.zeros((16, columns), np.float32)
+    sgemm(a, b, part, 16, columns, 1000)
+    assert (part == all_rows[:, :columns]).all(), columns
+print(hashlib.sha256(all_rows.tobytes()).hexdigest())
+"""
+
+
+def test_a_row_is_the_same_to_the_bit_beside_any_others_and_on_any_number_of_threads(
+    environment: dict[str, str],
+) -> None:
+    assert len({child(BITS, environment, OMP_NUM_THREADS=threads) for threads in ("1", "2", "3", "7")}) == 1
+
+
+EDGES = MULTIPLY + """
+for value in (np.nan, np.inf, -np.inf, 1e-40):
+    a, b, c = wide(3, 70, 0), np.ones((13, 70), np.float32), wide(3, 13, 0)
+    a[1, 5] = value
+    if value == 1e-40:
+        a[:] = value
+    sgemm(a, b, c, 3, 13, 70)
+    wanted = a @ b.T
+    assert np.array_equal(np.isnan(c), np.isnan(wanted)) and np.array_equal(np.isinf(c), np.isinf(wanted)), value
+    assert (c != 0).all(), "numbers this small are numbers"
+"""
+
+
+def test_infinities_nan_and_the_smallest_numbers_stay_what_they_are(environment: dict[str, str]) -> None:
+    child(EDGES, environment)
+
+
+USED = """
+import json
+import mlx.core as mx
+from worker import few_rows
+x, w = mx.random.normal((3, 1, 64), key=mx.random.key(0)), mx.random.normal((40, 64), key=mx.random.key(1))
+alone = [(row @ w.T).tolist() for row in x]
+print(json.dumps([few_rows.in_use(), (x @ w.T).tolist() == alone]))
+"""
+
+
+def test_mlx_multiplies_by_it(environment: dict[str, str]) -> None:
+    assert json.loads(child(USED, environment)) == [True, True]
+    names = environment["LD_PRELOAD"].split(":")
+    assert json.loads(child(USED, environment, LD_PRELOAD=":".join(names[1:])))[0] is False
+
+
+def test_it_is_compiled_once_and_again_when_a_power_cut_left_it_incomplete(tmp_path: Path) -> None:
+    preload = device.cpu_environment(1, tmp_path)["LD_PRELOAD"].split(":")
+    made = Path(preload[0])
+    written = made.stat().st_mtime_ns
+    assert device.cpu_environment(1, tmp_path)["LD_PRELOAD"].split(":") == preload
+    assert made.stat().st_mtime_ns == written
+    # It is in use: another file takes its place.
+    cut = made.with_suffix(".cut")
+    cut.write_bytes(made.read_bytes()[:5000])
+    cut.replace(made)
+    assert device.cpu_environment(1, tmp_path)["LD_PRELOAD"].split(":") == preload
+    assert made.stat().st_size > 5000 and [path for path in made.parent.iterdir() if few_rows.NAME in path.name] == [made]
+
+
+@pytest.mark.parametrize("compiler", ["", "#!/bin/sh\nexit 1\n", "#!/bin/sh\nexit 0\n"])
+def test_without_a_compiler_that_can_the_blas_does_it_all(tmp_path: Path, compiler: str) -> None:
+    if compiler:
+        (tmp_path / "g++").write_text(compiler)
+        (tmp_path / "g++").chmod(0o755)
+    made = device.cpu_environment(1, tmp_path, {"PATH": str(tmp_path)})
+    assert "openblas" in made["LD_PRELOAD"] and few_rows.NAME not in made["LD_PRELOAD"]
+
+
+def test_a_library_that_computes_wrongly_or_ends_the_process_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for body in ("__builtin_trap();", "if (m < 17) c[0] = 1; else next();"):
+        source = tmp_path / "few_rows.cpp"
+        source.write_text(
+            'static void next() {} extern "C" void cblas_sgemm(int, int, int, int m, int, int, float, const float *, int, '
+            f"const float *, int, float, float *c, int) {{ (void)m; (void)c; (void)next; {body} }}"
+        )
+        monkeypatch.setattr(few_rows, "SOURCE", source)
+        made = device.cpu_environment(1, tmp_path / "home")
+        assert few_rows.NAME not in made["LD_PRELOAD"] and "openblas" in made["LD_PRELOAD"]
+
+
+def test_mlx_as_it_comes_has_neither_it_nor_our_compiler(tmp_path: Path) -> None:
+    made = device.cpu_environment(1, tmp_path, own_kernels=False)
+    assert "openblas" in made["LD_PRELOAD"] and few_rows.NAME not in made["LD_PRELOAD"]
+    assert not {"PATH", "TMPDIR"} & made.keys()
