@@ -152,7 +152,9 @@ def computing(chosen: WorkerSettings) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("device", WRONG, str(error))
         return
-    yield Finding("device", OK, f"{machine['backend']} ({machine['name']}), {size(int(machine['limit']))}")
+    for number, found in enumerate(machine["devices"]):
+        memory = f", {size(int(found['memory']))}" if found["memory"] else ""
+        yield Finding("device" if not number else f"device {number}", OK, f"{machine['backend']} ({found['name']}){memory}")
     if machine["backend"] != device.CPU or sys.platform != "linux":
         return
     try:

@@ -17,7 +17,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,20 @@ MALLOC = (
     f"glibc.malloc.mmap_threshold={32 << 20}",
 )
 
-# Matrices of ones: each element of a product is the length of its sums. One that is large enough to take the vector
-# kernels, and few rows by a transposed matrix with an odd length, which our own library does (worker/few_rows.py).
+# With paths of preloaded libraries as arguments. Matrices of ones: each element of a product is the length of its sums. One
+# that is large enough to take the vector kernels; and few rows by a transposed matrix, of an odd length and enough work for
+# two threads, which our own library does (worker/few_rows.py).
 TRY_BLAS = """
 import ctypes, sys
+with open("/proc/self/maps") as file:
+    maps = file.read()
+# What cannot be preloaded is passed over with a word on stderr.
+if any(path not in maps for path in sys.argv[1:]):
+    sys.exit(1)
 number = ctypes.c_float
-ones = (number * 4096)(*[1.0] * 4096)
+ones = (number * 65536)(*[1.0] * 65536)
 multiply = ctypes.CDLL(None).cblas_sgemm
-for transposed, rows, columns, length in ((111, 64, 64, 64), (112, 7, 35, 61)):
+for transposed, rows, columns, length in ((111, 64, 64, 64), (112, 7, 1000, 61)):
     product = (number * (rows * columns))()
     multiply(101, 111, transposed, rows, columns, length, number(1), ones, 64, ones, 64, number(0), product, columns)
     if set(product) != {length}:
@@ -224,15 +230,13 @@ def _blas_environment(home: Path, before: Mapping[str, str], own: Path | None) -
     """Preloads the first OpenBLAS that computes on this machine, after our `own` library where that does too; {} without
     one: mlx's reference BLAS then does."""
     for library in openblas_libraries():
-        for libraries in ([own, library], [library]):
-            if None in libraries:
-                continue
+        for libraries in ([own, library] if own else [library], [library]):
             preload = {
                 "LD_PRELOAD": _joined(":".join(map(str, libraries)), before.get("LD_PRELOAD")),
                 "LD_LIBRARY_PATH": _joined(str(_fortran_folder(home)), before.get("LD_LIBRARY_PATH")),
             }
             # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
-            if _computes({**before, **preload}):
+            if _computes({**before, **preload}, libraries):
                 return preload
     return {}
 
@@ -286,9 +290,9 @@ def _link(link: Path, target: Path) -> None:
     fresh.replace(link)
 
 
-def _computes(environment: Mapping[str, str]) -> bool:
-    """Whether a process with this environment multiplies matrices and lives."""
-    command = [sys.executable, "-I", "-S", "-c", TRY_BLAS]
+def _computes(environment: Mapping[str, str], libraries: Sequence[Path]) -> bool:
+    """Whether a process with this environment has these libraries, multiplies matrices and lives."""
+    command = [sys.executable, "-I", "-S", "-c", TRY_BLAS, *(str(path.resolve()) for path in libraries)]
     done = subprocess.run(command, env=dict(environment), capture_output=True, check=False, timeout=PROBE_TIMEOUT_S)
     return done.returncode == 0
 

@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,28 +23,36 @@ COMPILE_TIMEOUT_S = 60.0
 
 def library(folder: Path, environment: Mapping[str, str]) -> Path | None:
     """The library in `folder`, which is for this kind of CPU only, compiled now if it is not there; None when it cannot
-    be: no compiler in the PATH, one without OpenMP, a CPU it was not written for. Raises OSError for the folder."""
-    digest = hashlib.blake2b(SOURCE.read_bytes() + repr(FLAGS).encode(), digest_size=6).hexdigest()
-    made = folder / f"{NAME}-{digest}.so"
+    be: no compiler in the PATH, one without OpenMP, a CPU it was not written for, a folder that LD_PRELOAD cannot name.
+    Raises OSError for a folder that cannot be written."""
+    if set(str(folder)) & set(" :"):
+        return None
+    try:
+        source = SOURCE.read_bytes()
+    except OSError:
+        return None
+    made = folder / f"{NAME}-{hashlib.blake2b(source + repr(FLAGS).encode(), digest_size=6).hexdigest()}.so"
     if made.is_file():
         return made
     compiler = shutil.which("g++", path=environment.get("PATH", os.defpath))
     if compiler is None:
         return None
-    # Under a name of its own first: another instance may be starting from the same folder.
-    fresh = folder / f".{made.name}.{os.getpid()}"
-    try:
-        done = subprocess.run(
-            [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-ldl"], env={**environment, "TMPDIR": str(folder)},
-            capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S,
-        )  # fmt: skip
+    # Aside first: another instance may be starting from the same folder.
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=folder) as aside:
+        fresh = Path(aside) / made.name
+        try:
+            done = subprocess.run(
+                [compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-ldl"], env={**environment, "TMPDIR": aside},
+                capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            # A compiler that cannot even be started.
+            return None
         if done.returncode or not fresh.is_file():
             return None
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
         fresh.replace(made)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        fresh.unlink(missing_ok=True)
     return made
 
 

@@ -166,7 +166,9 @@ class Batch:
         else:
             same, left = min(same, len(tokens) - 1), other.unread
         saved = same - self._kept.covers(tokens)
-        return left > 0 and saved >= WORTH_WAITING and left <= 2 * saved
+        if left <= 0 and not any(other in company.prompts for company in self._reading if company.keeping):
+            return False
+        return saved >= WORTH_WAITING and left <= 2 * saved
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -184,6 +186,10 @@ class Batch:
         oldest, shortest = self._reading[0], min(self._reading, key=lambda company: company.unread)
         chosen = [oldest] if oldest is shortest else [shortest, oldest]
         read, progress = 0, []
+        if any(company.keeping or company.reading.lacks_room(company.unread) for company in chosen):
+            # Their step is on its way, and what is moved waits for it.
+            for group in self._groups:
+                group.wait()
         # Not by the number of bytes: memory that is new to a virtual machine is filled ten times as slowly as other.
         until = time.monotonic() + self._most_moved_s if self.decodes else math.inf
         for company in chosen:

@@ -202,6 +202,10 @@ class Decoding(generate.GenerationBatch):
         """Take a row out; the others' tokens do not change."""
         self.filter([row for row, other in enumerate(self.uids) if other != uid])
 
+    def wait(self) -> None:
+        """Until the tokens that are being drawn are there."""
+        mx.eval(self._next_tokens)
+
     @property
     def width(self) -> int:
         """Columns of the rectangle that its caches are; 0 for a model without any."""
@@ -289,24 +293,30 @@ class Reading(generate.PromptProcessingBatch):
         """Whether no row has read anything."""
         return not any(self.tokens)
 
+    def lacks_room(self, unread: int) -> bool:
+        """Whether a layer that holds something has no room for that many more tokens a row and the one that decoding
+        begins with."""
+        return bool(self._short(unread))
+
     def make_room(self, unread: int, until: float) -> bool:
-        """Room for that many more tokens a row and the one that decoding begins with, in layer after layer, at least
-        one, while time.monotonic() is before `until`; whether all have it. A cache that grows by its usual 256 is copied
-        whole each time."""
-        short = [
-            layer for layer in self.prompt_cache
-            if type(layer) is BatchKVCache and layer.keys is not None and layer.keys.shape[2] - layer._idx <= unread
-        ]  # fmt: skip
-        for made, layer in enumerate(short):
-            if made and time.monotonic() >= until:
-                return False
+        """Room for them in layer after layer, at least one, while time.monotonic() is before `until`; whether all have it
+        and time is left. A cache that grows by its usual 256 is copied whole each time."""
+        for layer in self._short(unread):
             columns = _whole_steps(layer._idx + unread + 1) - layer._idx
             layer.keys, layer.values = (
                 mx.pad(part[..., : layer._idx, :], [(0, 0), (0, 0), (0, columns), (0, 0)])
                 for part in (layer.keys, layer.values)
             )
             mx.eval(layer.keys, layer.values)
+            if time.monotonic() >= until:
+                return False
         return True
+
+    def _short(self, unread: int) -> list[BatchKVCache]:
+        return [
+            layer for layer in self.prompt_cache
+            if type(layer) is BatchKVCache and layer.keys is not None and layer.keys.shape[2] - layer._idx <= unread
+        ]  # fmt: skip
 
     def make_room_at_once(self, unread: int) -> None:
         """The same in all layers, as part of the next prompt()."""
