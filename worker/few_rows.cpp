@@ -5,7 +5,7 @@
 // it lies in memory, and used for all rows from a register. Everything else goes on to the next library's cblas_sgemm.
 //
 // Each element is added up in an order that depends on nothing but the length of its sum: a row's result is the same, to the
-// bit, whatever rows are multiplied with it and by however many threads.
+// bit, whatever rows are multiplied with it here and by however many threads.
 
 #include <dlfcn.h>
 #include <immintrin.h>
@@ -17,17 +17,15 @@ namespace {
 
 // A block's sums, the vectors of its columns and one of its rows are to fit the registers: 32 with AVX-512, which doubles
 // their number for vectors of this length too (longer ones were no faster on the EPYC this was measured on), or 16.
+// Up to MOST_ROWS it takes less time than OpenBLAS.
 constexpr int LANES = 8, ROWS = 4;
 #if defined(__AVX512VL__)
-constexpr int COLUMNS = 6;
+constexpr int COLUMNS = 6, MOST_ROWS = 32;
 #elif defined(__FMA__)
-constexpr int COLUMNS = 3;
+constexpr int COLUMNS = 3, MOST_ROWS = 16;
 #else
 #error "not measured on such a CPU"
 #endif
-
-// Up to so many rows it takes less time than OpenBLAS.
-constexpr int MOST_ROWS = 16;
 
 // Multiplications that are worth waking another thread for.
 constexpr long WORTH_A_THREAD = 100000;

@@ -2,6 +2,7 @@
 
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from scripts import doctor
 from scripts.doctor import OK, WARNING, WRONG
 from scripts.millpond import main
 from tests.broker.test_switchboard import API, WORKER, Board
+from worker import device
+from worker.settings import WorkerSettings
 
 
 def test_an_old_python_is_wrong() -> None:
@@ -38,6 +41,23 @@ def test_a_runtime_folder_must_be_short_private_and_ours(tmp_path: Path) -> None
 def test_no_compiler_and_little_memory_are_worth_a_word() -> None:
     assert doctor.compiler(None).level == WARNING and doctor.compiler("/usr/bin/c++").level == OK
     assert doctor.memory(100, 5).level == WARNING and doctor.memory(100, 50).level == OK
+
+
+@pytest.mark.slow
+def test_what_computes_is_named(tmp_path: Path) -> None:
+    found = list(doctor.computing(WorkerSettings(home=str(tmp_path))))
+    assert all(one.level == OK for one in found), found
+    words = {one.what: one.found for one in found}
+    assert set(words) >= {"device"} and device.probe()["devices"][0]["name"] in words["device"]
+    if device.probe()["backend"] == device.CPU and sys.platform == "linux":
+        assert "openblas" in words["blas"]
+
+
+def test_each_of_several_devices_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [{"name": "one", "memory": 8 << 30}, {"name": "other", "memory": 0}]
+    monkeypatch.setattr(device, "probe", lambda: {"backend": device.CUDA, "devices": cards})
+    found = [(one.what, one.found) for one in doctor.computing(WorkerSettings())]
+    assert found == [("device", "cuda (one), 8.00 GiB"), ("device 1", "cuda (other)")]
 
 
 def test_a_port_that_somebody_else_has_is_wrong_and_ours_is_not() -> None:

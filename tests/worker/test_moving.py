@@ -9,6 +9,7 @@ import pytest
 
 from common.generation import GenerationRequest, Sampling
 from tests.worker.driving import Reply, collect, drain, run, rid
+from worker.engine import Prefilled
 from worker.engines import mlx_lm_0_32
 from worker.engines.batched import BatchedEngine
 
@@ -106,7 +107,7 @@ def test_what_was_read_before_is_moved_in_parts_as_well(engine: BatchedEngine, u
             seen.append(widths(engine))
     layers = len(seen[0])
     room = (601 + unread + 255) // 256 * 256
-    assert seen[: layers - 1] == [[room] * done + [600] * (layers - done) for done in range(1, layers)]
+    assert seen[:layers] == [[room] * done + [600] * (layers - done) for done in range(1, layers + 1)]
     drain(engine, replies)
     assert replies[LONG].tokens == expected
 
@@ -146,7 +147,7 @@ def test_rows_that_end_meanwhile_leave_it_to_be_finished_at_once(engine: Batched
         replies[SHORT].reason = "cancelled"
         read = replies[LONG].reads
         collect(replies, engine.step())
-        assert not uncopied(engine)
+        assert not uncopied(engine) and (not engine._batch.reads or set(widths(engine)) == {768})
         drain(engine, replies)
         assert replies[LONG].tokens == expected and read[-1] == (700, 700)
 
@@ -184,6 +185,63 @@ def test_a_failure_while_it_is_copied_leaves_an_engine_that_can_be_rebuilt(
     monkeypatch.undo()
     engine.rebuild()
     assert not engine.busy and alone(engine, wanted) == expected
+
+
+def test_prompts_with_the_same_head_wait_while_it_is_copied(engine: BatchedEngine) -> None:
+    wanted, other = request(10, 700), rid(5)
+    follower = GenerationRequest([*wanted.prompt[:-1], 5, 6, 7], 8, GREEDY)
+    expected = alone(engine, follower)
+    replies = beside_a_row(engine)
+    replies |= {LONG: Reply(), other: Reply()}
+    engine.start(LONG, wanted)
+    while not uncopied(engine):
+        collect(replies, engine.step())
+    engine.start(other, follower)
+    collect(replies, engine.step())
+    assert other in engine._waiting
+    cached = 0
+    while engine.busy:
+        steps = engine.step()
+        cached = max([cached, *(step.cached for step in steps if isinstance(step, Prefilled) and step.request == other)])
+        collect(replies, steps)
+    assert (replies[other].tokens, cached) == (expected, 699)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_coming_and_going_gives_each_row_what_it_gives_alone(
+    engine: BatchedEngine, monkeypatch: pytest.MonkeyPatch, seed: int, cut: bool
+) -> None:
+    """Companies of several rows, several at once, heads that are kept in the middle, cancels at any time."""
+    monkeypatch.setattr(mlx_lm_0_32, "can_be_cut", lambda model: cut)
+    engine.rebuild()
+    engine._batch._most_moved_s = 0.0
+    draw = random.Random(seed)
+    heads = [0, 0, 290, 310]
+    wanted = {}
+    for number in range(14):
+        head = draw.choice(heads)
+        length = head + draw.choice([3, 40, 280, 300, 500])
+        made = request(100 * seed + number, length, draw.choice([1, 8, 30]), head)
+        wanted[rid(number)] = GenerationRequest(made.prompt, made.max_tokens, GREEDY, system_tokens=head)
+    expected = {id: alone(engine, one) for id, one in wanted.items()}
+    replies: dict[object, Reply] = {}
+    left, cancelled = list(wanted), set()
+    while left or engine.busy:
+        while left and draw.random() < 0.3:
+            id = left.pop()
+            replies[id] = Reply()
+            engine.start(id, wanted[id])
+        if replies and draw.random() < 0.03:
+            id = draw.choice(list(replies))
+            engine.cancel(id)
+            if not replies[id].reason:
+                replies[id].reason = "cancelled"
+                cancelled.add(id)
+        collect(replies, engine.step())
+    assert len(cancelled) < len(wanted) // 2
+    for id, reply in replies.items():
+        assert reply.tokens == expected[id] or (id in cancelled and reply.tokens == expected[id][: len(reply.tokens)])
 
 
 def test_equal_prompts_that_are_read_together_are_copied_once(
