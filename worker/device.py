@@ -52,6 +52,10 @@ MALLOC = (
     f"glibc.malloc.mmap_threshold={32 << 20}",
 )
 
+# Two libraries that multiply by turns have two sets of threads, and one that still spins for its next product takes a core
+# from the other: OpenBLAS for 2^28 cycles, libgomp for 300,000 rounds, some milliseconds, where nothing else is said.
+WAITS = {"OPENBLAS_THREAD_TIMEOUT": "18", "GOMP_SPINCOUNT": "10000"}
+
 # With paths of preloaded libraries as arguments. Matrices of ones: each element of a product is the length of its sums. One
 # that is large enough to take the vector kernels; and few rows by a transposed matrix, of an odd length and enough work for
 # two threads, which our own library does (worker/few_rows.py).
@@ -237,7 +241,8 @@ def _blas_environment(home: Path, before: Mapping[str, str], own: Path | None) -
             }
             # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
             if _computes({**before, **preload}, libraries):
-                return preload
+                waits = {name: before.get(name, value) for name, value in WAITS.items()}
+                return preload | (waits if own in libraries else {})
     return {}
 
 

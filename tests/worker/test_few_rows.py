@@ -215,6 +215,13 @@ def test_a_folder_that_cannot_be_named_or_a_library_that_is_not_loaded_is_left_o
     assert few_rows.NAME not in made["LD_PRELOAD"] and "openblas" in made["LD_PRELOAD"]
 
 
+def test_threads_of_two_libraries_wait_for_their_next_product_only_shortly(tmp_path: Path) -> None:
+    chosen = device.cpu_environment(1, tmp_path, {**os.environ, "GOMP_SPINCOUNT": "7"})
+    assert device.WAITS | {"GOMP_SPINCOUNT": "7"} == {name: chosen[name] for name in device.WAITS}
+    # OpenBLAS by itself keeps its own: its threads would sleep between the products of a decode step.
+    assert not device.WAITS.keys() & device.cpu_environment(1, tmp_path, own_kernels=False).keys()
+
+
 def test_mlx_as_it_comes_has_neither_it_nor_our_compiler(tmp_path: Path) -> None:
     made = device.cpu_environment(1, tmp_path, own_kernels=False)
     assert "openblas" in made["LD_PRELOAD"] and few_rows.NAME not in made["LD_PRELOAD"]
