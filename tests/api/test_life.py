@@ -1,6 +1,7 @@
 """The API process's own life: health, the broker's absence, the end."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -210,7 +211,13 @@ def test_an_end_that_is_asked_for_while_a_worker_starts_is_not_lost(own_server: 
     assert time.monotonic() - began < 20
 
 
-def test_http_2_is_refused_at_start(own_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_2_is_refused_at_start(
+    own_server: MakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # gunicorn itself refuses it where this package is missing, which somebody may have installed.
+    (tmp_path / "h2").mkdir()
+    (tmp_path / "h2" / "__init__.py").write_text('__version__ = "99.0.0"')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("GUNICORN_CMD_ARGS", "--http-protocols h2,h1")
     server = own_server(wait=False)
     assert server.process.wait(20) == 1

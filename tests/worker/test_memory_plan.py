@@ -109,7 +109,7 @@ def active() -> int:
 def filled(model: nn.Module) -> Iterator[int]:
     """Bytes that two rows' caches hold, past their first own tokens; through the batch as requests go."""
     before = active()
-    batch = Batch(model, [], PromptCache(0), 1 << 30, 1 << 30)
+    batch = Batch(model, [], PromptCache(0), 1 << 30, 1 << 30, 1.0)
     batch.enter([
         Prompt(RowNeeds(row, 100, sampling.greedy), [1 + row] * PROMPT) for row in range(ROWS)
     ])  # fmt: skip
