@@ -1,40 +1,72 @@
-// cblas_sgemm for a few rows times a matrix that lies row by row of what is multiplied: what a decode step is made of.
+// cblas_sgemm for a few rows: times a matrix that is transposed, so that each of its columns lies in one piece, and times a
+// narrow one that is not. A decode step is made of these: the first are the weights and the keys, the second the values.
 //
 // OpenBLAS copies ("packs") the matrix before it multiplies, which pays when many rows use the copy. A decode step has one row
 // for each reply, and reading the weights once is most of its work. Here each weight is read once, in the order in which
-// it lies in memory, and used for all rows from a register. Everything else goes on to the next library's cblas_sgemm.
+// it lies in memory, and used for all rows from a register or the nearest cache; the few rows are what is copied. Everything
+// else goes on to the next library's cblas_sgemm.
 //
-// Each element is added up in an order that depends on nothing but the length of its sum: a row's result is the same, to the
-// bit, whatever rows are multiplied with it here and by however many threads.
+// Each element is added up in an order that depends on nothing but which of the two it is and the length of its sum: a row's
+// result is the same, to the bit, whatever rows are multiplied with it here and by however many threads.
 
 #include <dlfcn.h>
 #include <immintrin.h>
 #include <omp.h>
 
-#include <cmath>
+#include <cstdlib>
+#include <cstring>
 
 namespace {
 
-// A block's sums, the vectors of its columns and one of its rows are to fit the registers: 32 with AVX-512, which doubles
-// their number for vectors of this length too (longer ones were no faster on the EPYC this was measured on), or 16.
-// Up to MOST_ROWS it takes less time than OpenBLAS.
-constexpr int LANES = 8, ROWS = 4;
-#if defined(__AVX512VL__)
-constexpr int COLUMNS = 6, MOST_ROWS = 32;
-#elif defined(__FMA__)
-constexpr int COLUMNS = 3, MOST_ROWS = 16;
+// COLUMNS of weights by ROWS: a block's sums, the vectors of its columns and one of its rows are to fit the registers. STRIP:
+// so many vectors of columns that are not transposed. Up to MOST_ROWS it takes less time than OpenBLAS.
+constexpr int ROWS = 4;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+constexpr int LANES = 16, COLUMNS = 6, STRIP = 4, MOST_ROWS = 100000;
+typedef __m512 Vector;
+inline Vector load(const float *from) { return _mm512_loadu_ps(from); }
+inline Vector load(const float *from, int lanes) { return _mm512_maskz_loadu_ps((1 << lanes) - 1, from); }
+inline void store(float *to, Vector vector, int lanes) { _mm512_mask_storeu_ps(to, (1 << lanes) - 1, vector); }
+inline Vector all(float number) { return _mm512_set1_ps(number); }
+inline Vector add(Vector one, Vector other) { return _mm512_add_ps(one, other); }
+// By name, here and below: whether the compiler joins a product and a sum by itself differs from block to block.
+inline Vector multiply_add(Vector one, Vector other, Vector sum) { return _mm512_fmadd_ps(one, other, sum); }
+inline __m256 halved(Vector vector) { return _mm256_add_ps(_mm512_castps512_ps256(vector), _mm512_extractf32x8_ps(vector, 1)); }
+#elif defined(__FMA__) && defined(__AVX2__)
+constexpr int LANES = 8, COLUMNS = 3, STRIP = 2, MOST_ROWS = 16;
+typedef __m256 Vector;
+inline __m256i first(int lanes) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vector load(const float *from) { return _mm256_loadu_ps(from); }
+inline Vector load(const float *from, int lanes) { return _mm256_maskload_ps(from, first(lanes)); }
+inline void store(float *to, Vector vector, int lanes) { _mm256_maskstore_ps(to, first(lanes), vector); }
+inline Vector all(float number) { return _mm256_set1_ps(number); }
+inline Vector add(Vector one, Vector other) { return _mm256_add_ps(one, other); }
+inline Vector multiply_add(Vector one, Vector other, Vector sum) { return _mm256_fmadd_ps(one, other, sum); }
+inline __m256 halved(Vector vector) { return vector; }
 #else
 #error "not measured on such a CPU"
 #endif
 
+// Of rows that are worth a pass over all columns, and the least number: half of a core's second cache.
+constexpr long PASS_BYTES = 512 << 10, LEAST_PASS = 32;
+
+// Of so many columns as a block has, what stays in the nearest cache.
+constexpr long PIECE_BYTES = 20 << 10;
+
 // Multiplications that are worth waking another thread for.
 constexpr long WORTH_A_THREAD = 100000;
+
+// Of columns that are not transposed: those of a head. Wider matrices are read in strips, which the memory does not like.
+constexpr int MOST_PLAIN_COLUMNS = 512;
 
 constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
 
 typedef void Sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 
-// C = A B^T, or C + A B^T: A (rows, k) and B (columns, k), each row `lda`, `ldb` floats after the one before.
+// C = A B, or C + A B. A: `rows` times k numbers, then zeros up to `lda`, whole vectors. B, whether it is transposed or not:
+// what lies together is `ldb` floats from the next.
 struct Matrices {
     const float *a, *b;
     float *c;
@@ -43,58 +75,174 @@ struct Matrices {
     bool added;
 };
 
-inline float sum(__m256 vector) {
-    float parts[LANES];
-    _mm256_storeu_ps(parts, vector);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; lane++) parts[lane] += parts[lane + half];
-    return parts[0];
+// The sums of four vectors, each by itself and in the same order.
+inline __m128 sums(Vector a, Vector b, Vector c, Vector d) {
+    __m256 ab = _mm256_hadd_ps(halved(a), halved(b)), cd = _mm256_hadd_ps(halved(c), halved(d));
+    __m256 quarters = _mm256_hadd_ps(ab, cd);
+    return _mm_add_ps(_mm256_castps256_ps128(quarters), _mm256_extractf128_ps(quarters, 1));
 }
 
-// fetch: the columns after these are wanted next.
+// next: as many columns that are wanted soon, of which to fetch meanwhile those between `from` and `to`.
 template <int R, int C>
-inline void block(const Matrices &of, int row, int column, bool fetch) {
+inline __attribute__((always_inline)) void block(const Matrices &of, int row, int column, const float *next, int from, int to) {
     const float *a = of.a + row * of.lda, *b = of.b + column * of.ldb;
-    __m256 sums[R][C] = {};
+    Vector found[R][C] = {};
     int at = 0;
-    for (; at + LANES <= of.k; at += LANES) {
-        __m256 weights[C];
-        for (int c = 0; c < C; c++) {
-            weights[c] = _mm256_loadu_ps(b + c * of.ldb + at);
-            if (fetch) __builtin_prefetch(b + (c + C) * of.ldb + at);
-        }
+    auto step = [&](auto... lanes) __attribute__((always_inline)) {
+        Vector weights[C];
+        for (int c = 0; c < C; c++) weights[c] = load(b + c * of.ldb + at, lanes...);
+        for (int c = from; c < to; c++) __builtin_prefetch(next + c * of.ldb + at);
         for (int r = 0; r < R; r++) {
-            __m256 inputs = _mm256_loadu_ps(a + r * of.lda + at);
-            // By name: whether the compiler joins a product and a sum by itself differs from block to block.
-            for (int c = 0; c < C; c++) sums[r][c] = _mm256_fmadd_ps(inputs, weights[c], sums[r][c]);
+            Vector inputs = load(a + r * of.lda + at, lanes...);
+            for (int c = 0; c < C; c++) found[r][c] = multiply_add(inputs, weights[c], found[r][c]);
+        }
+    };
+    for (; at + LANES <= of.k; at += LANES) step();
+    if (at < of.k) step(of.k - at);
+    constexpr int COUNT = R * C;
+    const Vector *all = &found[0][0];
+#pragma GCC unroll 32
+    for (int i = 0; i < COUNT; i += 4) {
+        auto one = [=](int j) __attribute__((always_inline)) { return all[i + j < COUNT ? i + j : i]; };
+        float four[4];
+        _mm_storeu_ps(four, sums(one(0), one(1), one(2), one(3)));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            if (i + j >= COUNT) continue;
+            float *result = of.c + (row + (i + j) / C) * of.ldc + column + (i + j) % C;
+            *result = of.added ? *result + four[j] : four[j];
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) {
-            float total = sum(sums[r][c]);
-            for (int left = at; left < of.k; left++)
-                total = std::fmaf(a[r * of.lda + left], b[c * of.ldb + left], total);
-            float *result = of.c + (row + r) * of.ldc + column + c;
-            *result = of.added ? *result + total : total;
-        }
 }
 
+// All rows by C columns. next: see block(); or nullptr.
 template <int C>
-inline void columns(const Matrices &of, int column, bool fetch) {
+inline void columns(const Matrices &of, int column, const float *next) {
+    const int to = next ? C : 0;
     int row = 0;
-    for (; row + ROWS <= of.rows; row += ROWS, fetch = false)
-        block<ROWS, C>(of, row, column, fetch);
-    switch (of.rows - row) {
-        case 3: return block<3, C>(of, row, column, fetch);
-        case 2: return block<2, C>(of, row, column, fetch);
-        case 1: return block<1, C>(of, row, column, fetch);
+    if (of.rows > ROWS) {
+        // Each pass over the columns fetches a part of the next, so that the memory is never idle.
+        const int passes = (of.rows + ROWS - 1) / ROWS;
+        for (int from = 0, pass = 1; row + ROWS <= of.rows; row += ROWS, pass++) {
+            int until = to * pass / passes;
+            block<ROWS, C>(of, row, column, next, from, until);
+            from = until;
+        }
+        const int from = to * (passes - 1) / passes;
+        switch (of.rows - row) {
+            case 3: return block<3, C>(of, row, column, next, from, to);
+            case 2: return block<2, C>(of, row, column, next, from, to);
+            case 1: return block<1, C>(of, row, column, next, from, to);
+        }
+        return;
+    }
+    switch (of.rows) {
+        case 4: return block<4, C>(of, row, column, next, 0, to);
+        case 3: return block<3, C>(of, row, column, next, 0, to);
+        case 2: return block<2, C>(of, row, column, next, 0, to);
+        case 1: return block<1, C>(of, row, column, next, 0, to);
     }
 }
 
-void part(const Matrices &of, int from, int to) {
+// Long columns in pieces that stay in the nearest cache from one pass to the next, with those of the rows that go with them.
+// after: the columns that follow, or nullptr.
+template <int C>
+inline void by_pieces(const Matrices &of, int column, const float *after) {
+    constexpr long MOST = PIECE_BYTES / static_cast<long>(sizeof(float)) / COLUMNS;
+    const long pieces = (of.k + MOST - 1) / MOST, length = ((of.k + pieces - 1) / pieces + LANES - 1) / LANES * LANES;
+    for (long at = 0; at < of.k; at += length) {
+        const bool last = at + length >= of.k;
+        Matrices piece = of;
+        piece.a += at;
+        piece.b += at;
+        piece.k = static_cast<int>(last ? of.k - at : length);
+        piece.added = of.added || at > 0;
+        columns<C>(piece, column, last ? after : piece.b + column * of.ldb + length);
+    }
+}
+
+void transposed(const Matrices &of, int from, int to) {
     int column = from;
-    for (; column + COLUMNS <= to; column += COLUMNS) columns<COLUMNS>(of, column, column + 2 * COLUMNS <= to);
-    for (; column < to; column++) columns<1>(of, column, false);
+    for (; column + COLUMNS <= to; column += COLUMNS)
+        by_pieces<COLUMNS>(of, column, column + 2 * COLUMNS <= to ? of.b + (column + COLUMNS) * of.ldb : nullptr);
+    for (; column < to; column++) by_pieces<1>(of, column, nullptr);
+}
+
+// last: how many lanes of the last vector are columns.
+template <int R, int V>
+inline __attribute__((always_inline)) void plain_block(const Matrices &of, int row, int column, int last) {
+    const float *a = of.a + row * of.lda, *b = of.b + column;
+    Vector found[R][V] = {};
+    for (int at = 0; at < of.k; at++, b += of.ldb)
+        for (int v = 0; v < V; v++) {
+            Vector values = v < V - 1 ? load(b + v * LANES) : load(b + v * LANES, last);
+            for (int r = 0; r < R; r++) found[r][v] = multiply_add(all(a[r * of.lda + at]), values, found[r][v]);
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) {
+            float *result = of.c + (row + r) * of.ldc + column + v * LANES;
+            int lanes = v < V - 1 ? LANES : last;
+            store(result, of.added ? add(load(result, lanes), found[r][v]) : found[r][v], lanes);
+        }
+}
+
+template <int V>
+inline void strip(const Matrices &of, int column, int last) {
+    int row = 0;
+    for (; row + ROWS <= of.rows; row += ROWS) plain_block<ROWS, V>(of, row, column, last);
+    switch (of.rows - row) {
+        case 3: return plain_block<3, V>(of, row, column, last);
+        case 2: return plain_block<2, V>(of, row, column, last);
+        case 1: return plain_block<1, V>(of, row, column, last);
+    }
+}
+
+void plain(const Matrices &of, int from, int to) {
+    int column = from;
+    for (; column + STRIP * LANES <= to; column += STRIP * LANES) strip<STRIP>(of, column, LANES);
+    for (; column < to; column += LANES) strip<1>(of, column, to - column < LANES ? to - column : LANES);
+}
+
+// Memory of a thread, for its rows.
+struct Scratch {
+    float *data = nullptr;
+    long size = 0;
+    ~Scratch() { std::free(data); }
+
+    // nullptr: there is not so much.
+    float *of(long floats) {
+        if (floats > size) {
+            std::free(data);
+            data = static_cast<float *>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64));
+            size = data ? floats : 0;
+        }
+        return data;
+    }
+};
+
+typedef void Part(const Matrices &, int, int);
+
+// The part of all columns that is between two, in passes of so many rows as stay in the cache next to the weights.
+void by_passes(Part *part, const Matrices &of, int from, int to) {
+    static thread_local Scratch scratch;
+    const long whole = (of.k + LANES - 1L) / LANES * LANES;
+    long most = PASS_BYTES / static_cast<long>(sizeof(float)) / whole;
+    if (most < LEAST_PASS) most = LEAST_PASS;
+    const long passes = (of.rows + most - 1) / most, rows = ((of.rows + passes - 1) / passes + ROWS - 1) / ROWS * ROWS;
+    float *const copied = scratch.of((rows < of.rows ? rows : of.rows) * whole);
+    for (long row = 0; row < of.rows; row += rows) {
+        Matrices some = of;
+        some.rows = static_cast<int>(row + rows < of.rows ? rows : of.rows - row);
+        some.a += row * of.lda;
+        some.c += row * of.ldc;
+        if (copied) {
+            // A vector that begins anywhere lies in two lines of the cache.
+            for (int r = 0; r < some.rows; r++) std::memcpy(copied + r * whole, some.a + r * of.lda, of.k * sizeof(float));
+            some.a = copied;
+            some.lda = whole;
+        }
+        part(some, from, to);
+    }
 }
 
 }  // namespace
@@ -103,14 +251,17 @@ extern "C" void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, i
                             const float *b, int ldb, float beta, float *c, int ldc) {
     static Sgemm *const next = reinterpret_cast<Sgemm *>(dlsym(RTLD_NEXT, "cblas_sgemm"));
     // A layer's bias is what its product is added to.
-    bool known = alpha == 1 && (beta == 0 || beta == 1);
-    if (!known || order != ROW_MAJOR || trans_a != PLAIN || trans_b != TRANSPOSED || m > MOST_ROWS)
-        return next(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    bool known = alpha == 1 && (beta == 0 || beta == 1) && order == ROW_MAJOR && trans_a == PLAIN && m <= MOST_ROWS &&
+                 (trans_b == TRANSPOSED || (trans_b == PLAIN && n <= MOST_PLAIN_COLUMNS));
+    if (!known) return next(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     const Matrices of = {a, b, c, lda, ldb, ldc, m, k, beta == 1};
-    if (static_cast<long>(n) * k * m < 2 * WORTH_A_THREAD || omp_get_max_threads() == 1) return part(of, 0, n);
+    auto *const part = trans_b == TRANSPOSED ? transposed : plain;
+    if (static_cast<long>(n) * k * m < 2 * WORTH_A_THREAD || omp_get_max_threads() == 1) return by_passes(part, of, 0, n);
+    const long vectors = (n + LANES - 1L) / LANES;
 #pragma omp parallel
     {
         long one = omp_get_thread_num(), all = omp_get_num_threads();
-        part(of, static_cast<int>(n * one / all), static_cast<int>(n * (one + 1) / all));
+        long from = vectors * one / all * LANES, to = vectors * (one + 1) / all * LANES;
+        by_passes(part, of, static_cast<int>(from), static_cast<int>(to < n ? to : n));
     }
 }

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
-from worker.engines.cpu_kernels import logsumexp
+from worker.engines.cpu_kernels import logsumexp, one_pass
 from worker.engines.grammar import RowGrammar, masked
 
 VERSION = "0.32.2"
@@ -232,7 +232,9 @@ class Decoding(generate.GenerationBatch):
         self._current_tokens, self._current_logprobs = self._next_tokens, drawn
         inputs = self._current_tokens
         needs = [self._needs[uid] for uid in self.uids]
-        raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
+        _share_offsets(self.prompt_cache)
+        with one_pass():
+            raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
         logits, contexts = self._processed(raw, inputs, needs)
         if any(need.grammar for need in needs):
             logits = _constrained(logits, inputs if drawn else None, needs)
@@ -322,6 +324,12 @@ class Reading(generate.PromptProcessingBatch):
         """The same in all layers, as part of the next prompt()."""
         _grow_by(self.prompt_cache, _whole_steps(unread + 1))
 
+    def prompt(self, tokens: list[list[int]]) -> None:
+        """Read each row's next tokens, in one pass."""
+        _share_offsets(self.prompt_cache)
+        with one_pass():
+            super().prompt(tokens)
+
     def _copy(self) -> "Reading":
         copied = super()._copy()
         copied.needs, copied._stops = list(self.needs), self._stops
@@ -340,6 +348,15 @@ class Reading(generate.PromptProcessingBatch):
         """The rows with their prompts' last tokens, ready to decode; this batch is used up."""
         _grow_by(self.prompt_cache, FIRST_COLUMNS)
         return Decoding(self.needs, self._stops, self.model, mx.array(last), self.prompt_cache, self.tokens)
+
+
+def _share_offsets(cache: Cache) -> None:
+    """One array for all layers that hold as much, in place of one each of the same numbers: what is computed from it is
+    computed once then."""
+    offsets: dict[int, mx.array] = {}
+    for layer in cache:
+        if type(layer) is BatchKVCache:
+            layer.offset = offsets.setdefault(layer._idx, layer.offset)
 
 
 def _whole_steps(columns: int) -> int:
