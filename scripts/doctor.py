@@ -27,7 +27,7 @@ from common.models import check_folder
 from common.runtime import Runtime
 from scripts import demo_model, options
 from scripts.serve_command import check_port
-from worker import device, few_rows, model_files
+from worker import device, sgemm, model_files
 from worker.layout import Layout, lay_out
 from worker.settings import WorkerSettings
 
@@ -164,8 +164,8 @@ def computing(chosen: WorkerSettings) -> Iterator[Finding]:
         return
     if "openblas" in preloads:
         names = [Path(path).name for path in preloads.split(":")]
-        few = "" if any(name.startswith(few_rows.NAME) for name in names) else "; a decode step's few rows by it as well"
-        yield Finding("blas", OK, next(name for name in names if "openblas" in name) + few)
+        alone = "" if any(name.startswith(sgemm.NAME) for name in names) else "; without our own multiplication before it"
+        yield Finding("blas", OK, next(name for name in names if "openblas" in name) + alone)
     else:
         package = "ngsolve-openblas" if os.uname().machine == "x86_64" else "cmeel-openblas"
         yield Finding("blas", WARNING, "only the reference BLAS, ten times slower", f"pip install {package}")

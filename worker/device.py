@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from common.errors import ConfigError
-from worker import few_rows
+from worker import sgemm
 
 METAL, CUDA, CPU = "metal", "cuda", "cpu"
 
@@ -53,12 +53,12 @@ MALLOC = (
 )
 
 # Two libraries that multiply by turns have two sets of threads, and one that still spins for its next product takes a core
-# from the other: OpenBLAS for 2^28 cycles, libgomp for 300,000 rounds, some milliseconds, where nothing else is said.
-WAITS = {"OPENBLAS_THREAD_TIMEOUT": "18", "GOMP_SPINCOUNT": "10000"}
+# from the other: OpenBLAS's, for 2^28 cycles where nothing else is said.
+WAITS = {"OPENBLAS_THREAD_TIMEOUT": "18"}
 
 # With paths of preloaded libraries as arguments. Matrices of ones: each element of a product is the length of its sums. One
-# that is large enough to take the vector kernels; and few rows by a transposed matrix, of an odd length and enough work for
-# two threads, which our own library does (worker/few_rows.py).
+# that is large enough to take the vector kernels; and some rows by a transposed matrix, of an odd length and enough work for
+# two threads, which our own library does (worker/sgemm.cpp).
 TRY_BLAS = """
 import ctypes, sys
 with open("/proc/self/maps") as file:
@@ -206,7 +206,7 @@ def cpu_environment(
 ) -> dict[str, str]:
     """What to add to the environment of a worker that computes on a Linux CPU; {} on other systems.
 
-    One BLAS thread per core of its share; a BLAS that is worth having, and before it our own multiplication of few rows; a
+    One BLAS thread per core of its share; a BLAS that is worth having, and before it our own multiplication; a
     compiler that makes good kernels; and a private folder for these that survives restarts. All workers share that folder:
     mlx compiles under a random name and renames, so that none sees another's half-written kernel. own_kernels False:
     mlx's kernels and OpenBLAS's, as they come. Raises ConfigError when the folder cannot be made.
@@ -223,7 +223,7 @@ def cpu_environment(
         return made | _blas_environment(home, before, None)
     folder = kernel_folder(home)
     try:
-        own = few_rows.library(folder, before)
+        own = sgemm.library(folder, before)
     except OSError as error:
         raise ConfigError(f"cannot use the kernel folder {folder}: {error.strerror}; set MILLPOND_HOME") from None
     made |= {"TMPDIR": str(folder)} | _compiler_environment(folder, before)
@@ -233,11 +233,12 @@ def cpu_environment(
 def _blas_environment(home: Path, before: Mapping[str, str], own: Path | None) -> dict[str, str]:
     """Preloads the first OpenBLAS that computes on this machine, after our `own` library where that does too; {} without
     one: mlx's reference BLAS then does."""
+    fortran = str(_fortran_folder(home)) if openblas_libraries() else ""
     for library in openblas_libraries():
         for libraries in ([own, library] if own else [library], [library]):
             preload = {
                 "LD_PRELOAD": _joined(":".join(map(str, libraries)), before.get("LD_PRELOAD")),
-                "LD_LIBRARY_PATH": _joined(str(_fortran_folder(home)), before.get("LD_LIBRARY_PATH")),
+                "LD_LIBRARY_PATH": _joined(fortran, before.get("LD_LIBRARY_PATH")),
             }
             # A preloaded library that cannot be loaded, or has instructions this CPU lacks, would end every worker at once.
             if _computes({**before, **preload}, libraries):
@@ -353,7 +354,7 @@ def discard_broken_kernels(folder: Path) -> int:
 
     mlx takes any file that is there, and loading a shortened one is a bus error at every start.
     """
-    kernels = [*folder.glob("mlx/*/cpu/lib*.so"), *folder.glob(f"{few_rows.NAME}-*.so")]
+    kernels = [*folder.glob("mlx/*/cpu/lib*.so"), *folder.glob(f"{sgemm.NAME}-*.so")]
     broken = [path for path in kernels if not _is_whole_elf(path)]
     for path in broken:
         path.unlink(missing_ok=True)
@@ -398,18 +399,13 @@ def blas_in_use() -> str:
     if sys.platform == "darwin":
         return "accelerate"
     # Only a preloaded one: numpy brings an OpenBLAS of its own, under other names, that mlx's calls never reach.
-    library = next((path for path in _preloaded() if "openblas" in path.name), None)
-    if library is None or str(library) not in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"):
+    library = next((path for path in sgemm.preloaded() if "openblas" in path.name), None)
+    if library is None:
         return "reference"
     openblas = ctypes.CDLL(str(library))
     openblas.openblas_get_config.restype = ctypes.c_char_p
     version = openblas.openblas_get_config().decode().split()[1]
     return f"openblas {version} ({openblas.openblas_get_num_threads()} threads)"
-
-
-def _preloaded() -> list[Path]:
-    names = os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":")
-    return [Path(name).resolve() for name in names if name]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_config, save_model
 
 from worker import device
-from worker.engines import cpu_kernels
+from worker.engines import cpu_kernels, mlx_lm_0_32
 from worker.engines.weights import load_weights
 from worker.plan import FLOAT32
 
@@ -85,6 +85,122 @@ def test_other_types_and_sinks_are_left_to_mlx(dtype: mx.Dtype) -> None:
     assert mx.abs(with_sinks - own(q, k, v, scale=1.0)).max().item() > 0.01
 
 
+@pytest.mark.parametrize("offset", [0, 7, "scalar", "one", "rows"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_rotary_embedding_is_mlx_own(offset: int | str, length: int) -> None:
+    mx.random.seed(length)
+    arrays = {"scalar": mx.array(5), "one": mx.array([6]), "rows": mx.array([3, -2, 1000])}
+    at = arrays[offset] if isinstance(offset, str) else offset
+    x = mx.random.normal((3, length, 4, 16)).transpose(0, 2, 1, 3)
+    frequencies = mx.exp(mx.random.uniform(0, 9, (8,)))
+    for dims, base, scale, freqs in [
+        (16, 10000.0, 1.0, None), (16, 500.0, 0.25, None), (16, None, 1.0, frequencies), (8, 10000.0, 1.0, None),
+        (8, None, 2.0, frequencies[:4]),
+    ]:  # fmt: skip
+        how = {"traditional": False, "base": base, "scale": scale, "offset": at, "freqs": freqs}
+        expected = cpu_kernels._mlx_rope(x, dims, **how)
+        with cpu_kernels.one_pass():
+            found = [cpu_kernels.rope(x, dims, **how) for _ in range(2)]
+        for ours in (*found, cpu_kernels.rope(x, dims, **how)):
+            assert ours.shape == expected.shape and mx.abs(ours - expected).max().item() < 1e-6
+
+
+def test_angles_are_shared_in_a_pass_and_not_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array may be changed in place: the next pass must not take its old angles for the same."""
+    made = []
+    angles = cpu_kernels._angles
+    monkeypatch.setattr(cpu_kernels, "_angles", lambda *of: made.append(of) or angles(*of))
+    x, offset = mx.random.normal((2, 3, 1, 8)), mx.array([4, 9])
+    how = {"traditional": False, "base": 100.0, "scale": 1.0}
+    for at in (4, 5):
+        with cpu_kernels.one_pass():
+            found = [cpu_kernels.rope(x, 8, offset=offset, **how) for _ in range(6)]
+            # Another array of the same numbers is another one.
+            cpu_kernels.rope(x, 8, offset=mx.array([at, at + 5]), **how)
+        expected = cpu_kernels._mlx_rope(x, 8, offset=mx.array([at, at + 5]), **how)
+        assert all(mx.allclose(one, expected, atol=1e-6) for one in found)
+        offset += 1
+    assert len(made) == 4
+    for frequencies in (mx.array([1.0, 2.0, 3.0, 4.0]), mx.array([1.0, 2.0, 3.0, 5.0])):
+        # A plain number needs no pass; but equal arrays are not the same frequencies.
+        for _ in range(6):
+            ours = cpu_kernels.rope(x, 8, offset=12345, freqs=frequencies, **how | {"base": None})
+        expected = cpu_kernels._mlx_rope(x, 8, offset=12345, freqs=frequencies, **how | {"base": None})
+        assert mx.allclose(ours, expected, atol=1e-6)
+    assert len(made) == 6
+
+
+def test_a_pass_that_fails_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError), cpu_kernels.one_pass():
+        cpu_kernels.rope(mx.zeros((1, 1, 1, 8)), 8, traditional=False, base=10.0, scale=1.0, offset=mx.array([1]))
+        raise ZeroDivisionError
+    assert cpu_kernels._shared is None
+
+
+def test_a_mask_s_bias_is_made_once_in_a_pass() -> None:
+    q, k = mx.random.normal((2, 4, 1, 8)), mx.random.normal((2, 2, 9, 8))
+    mask = mx.arange(9) >= mx.array([0, 3])[:, None, None, None]
+    with cpu_kernels.one_pass():
+        found = [own(q, k, k, scale=0.5, mask=mask) for _ in range(3)]
+        assert cpu_kernels._shared is not None and len(cpu_kernels._shared) == 1
+    assert all(mx.allclose(one, theirs(q, k, k, scale=0.5, mask=mask), atol=1e-5) for one in found)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8), (2, 3, 4, 16)])
+def test_rms_norm_is_mlx_own(shape: tuple[int, ...]) -> None:
+    for scale, eps in ((1.0, 1e-5), (1e-4, 1e-6), (1e15, 1e-5)):
+        x, weight = mx.random.normal(shape) * scale, mx.random.normal(shape[-1:])
+        expected = cpu_kernels._mlx_rms_norm(x, weight, eps)
+        assert mx.allclose(cpu_kernels.rms_norm(x, weight, eps), expected, rtol=1e-5, atol=0.0)
+    zeros = mx.zeros(shape)
+    assert mx.array_equal(cpu_kernels.rms_norm(zeros, weight, eps), zeros)
+    broken = mx.concatenate([mx.full((1, *shape[1:]), mx.nan), mx.ones((shape[0] - 1, *shape[1:]))])
+    found = cpu_kernels.rms_norm(broken, weight, eps)
+    assert mx.isnan(found[0]).all().item() and mx.isfinite(found[1:]).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_norms_and_rotations_of_other_types_and_kinds_are_left_to_mlx(dtype: mx.Dtype) -> None:
+    x, weight = mx.random.normal((2, 3, 4, 8)), mx.random.normal((8,))
+    assert cpu_kernels.rms_norm(x.astype(dtype), weight.astype(dtype), 1e-5).dtype == dtype
+    assert mx.array_equal(cpu_kernels.rms_norm(x, None, 1e-5), cpu_kernels._mlx_rms_norm(x, None, 1e-5))
+    how = {"base": 10.0, "scale": 1.0, "offset": 3}
+    assert cpu_kernels.rope(x.astype(dtype), 8, traditional=False, **how).dtype == dtype
+    for of, traditional in ((x, True), (x[0], False)):
+        expected = cpu_kernels._mlx_rope(of, 8, traditional=traditional, **how)
+        assert mx.array_equal(cpu_kernels.rope(of, 8, traditional=traditional, **how), expected)
+
+
+def test_a_model_with_all_of_them_says_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_model(tiny_model)
+    model.set_dtype(mx.float32)
+    tokens = mx.array([[1, 2, 3, 250], [7, 8, 9, 10]])
+    expected = model(tokens)
+    calls = []
+    for name in ("rope", "rms_norm"):
+        kernel = getattr(cpu_kernels, name)
+        monkeypatch.setattr(mx.fast, name, lambda *of, kernel=kernel, name=name, **how: calls.append(name) or kernel(*of, **how))
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", own)
+    assert mx.allclose(model(tokens), expected, atol=1e-4) and {"rope", "rms_norm"} == set(calls)
+
+
+def test_all_layers_of_a_step_share_their_angles(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_model(tiny_model)
+    model.set_dtype(mx.float32)
+    assert len(model.layers) > 1
+    made = []
+    angles = cpu_kernels._angles
+    monkeypatch.setattr(cpu_kernels, "_angles", lambda *of: made.append(of[0]) or angles(*of))
+    monkeypatch.setattr(mx.fast, "rope", cpu_kernels.rope)
+    needs = [mlx_lm_0_32.RowNeeds(uid, 9, lambda logits: mx.argmax(logits, axis=-1)) for uid in range(2)]
+    reading = mlx_lm_0_32.Reading(needs, mlx_lm_0_32.stops([]), model, [None, None], [[], []])
+    reading.prompt([[1, 2, 3], [4, 5]])
+    decoding = reading.decode([6, 7])
+    for _ in range(3):
+        decoding.step()
+    assert made == [3, 1, 1, 1, 1]
+
+
 def test_logsumexp_is_mlx_own() -> None:
     values = mx.random.normal((5, 3001)) * 40
     values[1, :3000] = -mx.inf
@@ -121,11 +237,12 @@ COMPUTE = """
 import sys
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
-from worker.engines.cpu_kernels import _exp_less
+from worker.engines.cpu_kernels import _exp_less, _normal, _rotated
 edges = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 88.5, -88.5, 1e-30, -1e-30, 3e38, -3e38]
 values = mx.concatenate([mx.array(edges), mx.linspace(-30, 30, 4001)])
 rows = mx.stack([values, values - 3, values * 2])
 found = [swiglu(values, values + 1), _exp_less(rows, rows[:, 11:12]), _exp_less(rows, rows * 0.5)]
+found += [_normal(4012, 1e-5)(rows, mx.array([[1.0], [1e5], [1e-9]]), values), _rotated(rows, rows - 1, rows * 2, rows)]
 mx.save_safetensors(sys.argv[1], {str(number): one for number, one in enumerate(found)})
 """
 

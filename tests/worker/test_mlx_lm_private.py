@@ -53,6 +53,32 @@ def test_its_answers_have_the_fields_that_are_read() -> None:
     assert {"uid", "token", "logprobs", "finish_reason"} <= set(DECODING.Response.__dataclass_fields__)
 
 
+def test_a_layer_s_offset_is_not_changed_in_place() -> None:
+    """Layers share one array (mlx_lm_0_32._share_offsets): what one makes of its own must be another."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import BatchKVCache
+
+    layers = [BatchKVCache([2, 0, 1]) for _ in range(3)]
+    for layer in layers[:2]:
+        layer.update_and_fetch(mx.zeros((3, 1, 4, 8)), mx.zeros((3, 1, 4, 8)))
+    mlx_lm_0_32._share_offsets(layers)
+    assert layers[0].offset is layers[1].offset is not layers[2].offset
+    changes = [
+        lambda one: one.update_and_fetch(mx.zeros((3, 1, 1, 8)), mx.zeros((3, 1, 1, 8))),
+        lambda one: one.trim(1),
+        lambda one: (one.prepare(right_padding=[1, 0, 0]), one.finalize()),
+        lambda one: one.filter(mx.array([0, 2])),
+        lambda one: one.extend(layers[2]),
+    ]
+    for change in changes:
+        before = layers[1].offset.tolist()
+        change(layers[0])
+        assert layers[1].offset.tolist() == before != layers[0].offset.tolist()
+        layers[0] = BatchKVCache([2, 0, 1])
+        layers[0].update_and_fetch(mx.zeros((3, 1, 4, 8)), mx.zeros((3, 1, 4, 8)))
+        mlx_lm_0_32._share_offsets(layers)
+
+
 def test_loading_and_processors_have_the_arguments_that_are_used() -> None:
     assert {"lazy"} <= set(inspect.signature(mlx_lm.utils.load_model).parameters)
     assert list(inspect.signature(mlx_lm.utils.dequantize_model).parameters) == ["model"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker import device, few_rows
+from worker import device, sgemm
 
 # What mlx's own stand-in gives to a place that is masked: finite, so that a row with nothing to see is even, not NaN.
 MASKED = mx.finfo(mx.float32).min
@@ -40,8 +40,8 @@ def prepare(progress: Callable[[str], None]) -> None:
     no_kernels = device.ensure_kernels_compile()
     if no_kernels:
         progress(f"running without compiled kernels: {no_kernels}")
-    if not few_rows.in_use():
-        progress("few rows are multiplied by the BLAS, not by our own library, which needs g++ with OpenMP, and AVX")
+    if not sgemm.in_use():
+        progress("multiplying by the BLAS alone, not by our own library, which needs g++ and AVX2")
     mx.fast.scaled_dot_product_attention = attention
     mx.fast.rope = rope
     mx.fast.rms_norm = rms_norm

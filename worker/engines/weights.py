@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from common.errors import ConfigError
-from worker import device, few_rows
+from worker import device, sgemm
 from worker.engines import mlx_lm_0_32
 from worker.plan import FLOAT32
 
@@ -28,7 +28,7 @@ def load_weights(folder: Path, precision: str, progress: Callable[[str], None]) 
             model = mlx_lm_0_32.unpack_quantized(model)
             model.set_dtype(mx.float32)
         _evaluate(model)
-        if device.backend() == device.CPU and not few_rows.in_use():
+        if device.backend() == device.CPU and not sgemm.in_use():
             _lay_out(model)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError, ImportError) as error:
         text = " ".join(str(error).split())[:200]

@@ -1,4 +1,4 @@
-"""The compiled multiplication for a decode step's few rows (few_rows.cpp), preloaded into workers before OpenBLAS.
+"""The compiled multiplication of matrices (sgemm.cpp), preloaded into workers before OpenBLAS.
 
 Owns how it is compiled and kept, and whether this process has it. Must never know what it speeds up. Invariant: what
 library() returns is whole and compiled from this source, with these flags, for this kind of CPU. That it computes here as
@@ -13,17 +13,17 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("few_rows.cpp")
-NAME = "few_rows"
+SOURCE = Path(__file__).with_name("sgemm.cpp")
+NAME = "sgemm"
 
 # The two freedoms change no result; an order of additions that is the compiler's own choice would.
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-pthread", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 60.0
 
 
 def library(folder: Path, environment: Mapping[str, str]) -> Path | None:
     """The library in `folder`, which is for this kind of CPU only, compiled now if it is not there; None when it cannot
-    be: no compiler in the PATH, one without OpenMP, a CPU it was not written for, a folder that LD_PRELOAD cannot name.
+    be: no compiler in the PATH, a CPU it was not written for, a folder that LD_PRELOAD cannot name.
     Raises OSError for a folder that cannot be written."""
     if set(str(folder)) & set(" :"):
         return None
@@ -58,7 +58,13 @@ def library(folder: Path, environment: Mapping[str, str]) -> Path | None:
 
 def in_use() -> bool:
     """Whether this process multiplies by it."""
-    preloaded = os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":")
-    if not any(Path(name).name.startswith(f"{NAME}-") for name in preloaded):
-        return False
-    return f"/{NAME}-" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    return any(path.name.startswith(f"{NAME}-") for path in preloaded())
+
+
+def preloaded() -> list[Path]:
+    """What LD_PRELOAD names and the loader found: this process's own libraries."""
+    named = [Path(name).resolve() for name in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":") if name]
+    if not named:
+        return []
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    return [path for path in named if str(path) in maps]

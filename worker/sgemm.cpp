@@ -1,28 +1,35 @@
-// cblas_sgemm for a few rows: times a matrix that is transposed, so that each of its columns lies in one piece, and times a
-// narrow one that is not. A decode step is made of these: the first are the weights and the keys, the second the values.
+// cblas_sgemm for what a model's products are here: rows times a matrix that is transposed, so that each of its columns lies in
+// one piece (the weights; the keys), and a few rows times a narrow one that is not (the values).
 //
-// OpenBLAS copies ("packs") the matrix before it multiplies, which pays when many rows use the copy. A decode step has one row
-// for each reply, and reading the weights once is most of its work. Here each weight is read once, in the order in which
-// it lies in memory, and used for all rows from a register or the nearest cache; the few rows are what is copied. Everything
-// else goes on to the next library's cblas_sgemm.
+// OpenBLAS copies ("packs") the matrix before it multiplies, which pays when very many rows use the copy. Here a matrix is read as
+// it lies, once for all rows of a decode step, from memory that was asked for it in time, and it is the rows that are copied.
+// Everything else goes on to the next library's cblas_sgemm.
 //
 // Each element is added up in an order that depends on nothing but which of the two it is and the length of its sum: a row's
 // result is the same, to the bit, whatever rows are multiplied with it here and by however many threads.
 
 #include <dlfcn.h>
 #include <immintrin.h>
-#include <omp.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 namespace {
 
 // COLUMNS of weights by ROWS: a block's sums, the vectors of its columns and one of its rows are to fit the registers. STRIP:
-// so many vectors of columns that are not transposed. Up to MOST_ROWS it takes less time than OpenBLAS.
+// so many vectors of columns that are not transposed. Up to MOST_ROWS, and MOST_PLAIN_ROWS of the second kind, it takes less
+// time than OpenBLAS (measured on an EPYC of family 26: docs/benchmarks.md).
 constexpr int ROWS = 4;
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-constexpr int LANES = 16, COLUMNS = 6, STRIP = 4, MOST_ROWS = 100000;
+constexpr int LANES = 16, COLUMNS = 6, STRIP = 4, MOST_ROWS = INT32_MAX, MOST_PLAIN_ROWS = 32;
 typedef __m512 Vector;
 inline Vector load(const float *from) { return _mm512_loadu_ps(from); }
 inline Vector load(const float *from, int lanes) { return _mm512_maskz_loadu_ps((1 << lanes) - 1, from); }
@@ -33,7 +40,7 @@ inline Vector add(Vector one, Vector other) { return _mm512_add_ps(one, other); 
 inline Vector multiply_add(Vector one, Vector other, Vector sum) { return _mm512_fmadd_ps(one, other, sum); }
 inline __m256 halved(Vector vector) { return _mm256_add_ps(_mm512_castps512_ps256(vector), _mm512_extractf32x8_ps(vector, 1)); }
 #elif defined(__FMA__) && defined(__AVX2__)
-constexpr int LANES = 8, COLUMNS = 3, STRIP = 2, MOST_ROWS = 16;
+constexpr int LANES = 8, COLUMNS = 3, STRIP = 2, MOST_ROWS = 16, MOST_PLAIN_ROWS = 16;
 typedef __m256 Vector;
 inline __m256i first(int lanes) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -49,11 +56,9 @@ inline __m256 halved(Vector vector) { return vector; }
 #error "not measured on such a CPU"
 #endif
 
-// Of rows that are worth a pass over all columns, and the least number: half of a core's second cache.
-constexpr long PASS_BYTES = 512 << 10, LEAST_PASS = 32;
-
-// Of so many columns as a block has, what stays in the nearest cache.
-constexpr long PIECE_BYTES = 20 << 10;
+// What stays in the nearest cache of so many columns as a block has; and in the second of rows, of which a pass over all columns
+// takes LEAST_PASS at least.
+constexpr long PIECE_BYTES = 20 << 10, PASS_BYTES = 512 << 10, LEAST_PASS = 32;
 
 // Multiplications that are worth waking another thread for.
 constexpr long WORTH_A_THREAD = 100000;
@@ -65,8 +70,8 @@ constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
 
 typedef void Sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 
-// C = A B, or C + A B. A: `rows` times k numbers, then zeros up to `lda`, whole vectors. B, whether it is transposed or not:
-// what lies together is `ldb` floats from the next.
+// C = A B, or C + A B; each row of A and C, and what lies together in B (a row, or a column of one that is transposed), begins
+// `lda`, `ldb` and `ldc` floats after the one before.
 struct Matrices {
     const float *a, *b;
     float *c;
@@ -222,7 +227,7 @@ struct Scratch {
 
 typedef void Part(const Matrices &, int, int);
 
-// The part of all columns that is between two, in passes of so many rows as stay in the cache next to the weights.
+// A part of the columns, in passes of so many rows as stay in the cache next to the weights.
 void by_passes(Part *part, const Matrices &of, int from, int to) {
     static thread_local Scratch scratch;
     const long whole = (of.k + LANES - 1L) / LANES * LANES;
@@ -245,23 +250,135 @@ void by_passes(Part *part, const Matrices &of, int from, int to) {
     }
 }
 
+// One product, its columns in stretches: the first ones long, the last ones short, so that all threads end together.
+struct Job {
+    static constexpr int MOST = 64;
+    Part *part;
+    Matrices of;
+    int stretches, ends[MOST];
+
+    Job(Part *part, const Matrices &of, int columns, int unit, int threads) : part(part), of(of), stretches(0) {
+        for (int at = 0; at < columns; ends[stretches++] = at) {
+            // A stretch begins with columns that nobody has fetched, so there should be few.
+            int share = static_cast<int>(2L * (columns - at) / (3 * threads)), least = columns / (8 * threads);
+            if (share < least) share = least;
+            at += stretches == MOST - 1 ? columns - at : (share + unit - 1) / unit * unit;
+            if (at > columns) at = columns;
+        }
+    }
+    Job() = default;
+
+    void carry_out(int stretch) const { by_passes(part, of, stretch ? ends[stretch - 1] : 0, ends[stretch]); }
+};
+
+// Threads that help with what one thread at a time gives them. Whoever is there takes the next stretch: a helper whose core
+// another thread has got is not waited for unless it has begun one, as OpenMP would.
+class Helpers {
+  public:
+    // All but the calling one. As many as OpenBLAS is told, whose part of the work this is.
+    static int count() {
+        static const int wanted = [] {
+            const char *said = std::getenv("OPENBLAS_NUM_THREADS");
+            int cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)), threads = said ? std::atoi(said) : cores;
+            return (threads > 0 ? threads : cores) - 1;
+        }();
+        return wanted;
+    }
+
+    // false: not done, they are another thread's just now.
+    bool carry_out(const Job &job) {
+        std::unique_lock<std::mutex> ours(one_at_a_time_, std::try_to_lock);
+        if (!ours) return false;
+        start();
+        const uint64_t number = (next_.load(std::memory_order_relaxed) >> 32) + 1;
+        jobs_[number % RING] = job;
+        done_.store(0, std::memory_order_relaxed);
+        next_.store(number << 32);
+        calls_.fetch_add(1);
+        if (asleep_.load() > 0) syscall(SYS_futex, &calls_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+        work();
+        for (int turns = 0; done_.load(std::memory_order_acquire) < job.stretches; turns++)
+            turns % 256 == 255 ? (void)sched_yield() : _mm_pause();
+        return true;
+    }
+
+  private:
+    // Jobs are kept for so many more, so that a helper that comes late reads an old one and not half of another.
+    static constexpr int RING = 64;
+    // How often to look for the next product before sleeping: for a tenth of a millisecond or two.
+    static constexpr int TURNS = 4000;
+
+    std::mutex one_at_a_time_;
+    Job jobs_[RING];
+    // The job's number and, in the lower half, the next stretch of it: taken together, so nothing is taken of a job that is over.
+    alignas(64) std::atomic<uint64_t> next_{0};
+    alignas(64) std::atomic<int> done_{0};
+    alignas(64) std::atomic<int> asleep_{0};
+    std::atomic<uint32_t> calls_{0};
+    pid_t started_in_ = 0;
+
+    // A fork takes none of them along.
+    void start() {
+        if (started_in_ == getpid()) return;
+        started_in_ = getpid();
+        asleep_ = 0;
+        for (int i = 0; i < count(); i++) {
+            pthread_t thread;
+            if (pthread_create(&thread, nullptr, [](void *self) -> void * { static_cast<Helpers *>(self)->help(); }, this))
+                break;
+            pthread_detach(thread);
+        }
+    }
+
+    // Whether there was anything.
+    bool work() {
+        bool any = false;
+        for (uint64_t next = next_.load(std::memory_order_acquire);;) {
+            const Job &job = jobs_[(next >> 32) % RING];
+            const int stretch = static_cast<int>(next & UINT32_MAX);
+            if (stretch >= job.stretches) return any;
+            if (!next_.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+            job.carry_out(stretch);
+            done_.fetch_add(1, std::memory_order_release);
+            any = true;
+            next = next_.load(std::memory_order_acquire);
+        }
+    }
+
+    [[noreturn]] void help() {
+        for (;;) {
+            const uint32_t seen = calls_.load();
+            int turns = 0;
+            while (!work() && calls_.load() == seen && turns < TURNS) {
+                // Who has something to compute on this core comes first.
+                ++turns % 64 ? _mm_pause() : (void)sched_yield();
+            }
+            if (turns < TURNS) continue;
+            asleep_.fetch_add(1);
+            syscall(SYS_futex, &calls_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+            asleep_.fetch_sub(1);
+        }
+    }
+};
+
+Helpers helpers;
+
 }  // namespace
 
 extern "C" void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                             const float *b, int ldb, float beta, float *c, int ldc) {
     static Sgemm *const next = reinterpret_cast<Sgemm *>(dlsym(RTLD_NEXT, "cblas_sgemm"));
     // A layer's bias is what its product is added to.
-    bool known = alpha == 1 && (beta == 0 || beta == 1) && order == ROW_MAJOR && trans_a == PLAIN && m <= MOST_ROWS &&
-                 (trans_b == TRANSPOSED || (trans_b == PLAIN && n <= MOST_PLAIN_COLUMNS));
+    bool known = alpha == 1 && (beta == 0 || beta == 1) && order == ROW_MAJOR && trans_a == PLAIN &&
+                 ((trans_b == TRANSPOSED && m <= MOST_ROWS) ||
+                  (trans_b == PLAIN && m <= MOST_PLAIN_ROWS && n <= MOST_PLAIN_COLUMNS));
     if (!known) return next(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     const Matrices of = {a, b, c, lda, ldb, ldc, m, k, beta == 1};
     auto *const part = trans_b == TRANSPOSED ? transposed : plain;
-    if (static_cast<long>(n) * k * m < 2 * WORTH_A_THREAD || omp_get_max_threads() == 1) return by_passes(part, of, 0, n);
-    const long vectors = (n + LANES - 1L) / LANES;
-#pragma omp parallel
-    {
-        long one = omp_get_thread_num(), all = omp_get_num_threads();
-        long from = vectors * one / all * LANES, to = vectors * (one + 1) / all * LANES;
-        by_passes(part, of, static_cast<int>(from), static_cast<int>(to < n ? to : n));
+    if (static_cast<long>(n) * k * m >= 2 * WORTH_A_THREAD && Helpers::count() > 0) {
+        // Whole blocks.
+        const Job job(part, of, n, trans_b == TRANSPOSED ? COLUMNS : STRIP * LANES, Helpers::count() + 1);
+        if (helpers.carry_out(job)) return;
     }
+    by_passes(part, of, 0, n);
 }
