@@ -27,7 +27,7 @@ from common.models import check_folder
 from common.runtime import Runtime
 from scripts import demo_model, options
 from scripts.serve_command import check_port
-from worker import device, sgemm, model_files
+from worker import device, model_files, sgemm
 from worker.layout import Layout, lay_out
 from worker.settings import WorkerSettings
 

@@ -4,6 +4,7 @@ Exit status 0 after SIGTERM or SIGUSR1, 2 when model or settings cannot work (on
 only in this process, on the main thread, which loads and steps.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,9 @@ def main() -> int:
         check_folder(model)
         engine = engines.make(chosen, model)
         engine.load(_tell)
+        # What was made until now stays: no collection in the middle of a step need look at it again.
+        gc.collect()
+        gc.freeze()
         facts = _facts(engine, model, fingerprint(model.folder))
     except ConfigError as error:
         print(f"millpond worker: {error}", file=sys.stderr)

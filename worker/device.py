@@ -57,8 +57,9 @@ MALLOC = (
 WAITS = {"OPENBLAS_THREAD_TIMEOUT": "18"}
 
 # With paths of preloaded libraries as arguments. Matrices of ones: each element of a product is the length of its sums. One
-# that is large enough to take the vector kernels; and some rows by a transposed matrix, of an odd length and enough work for
-# two threads, which our own library does (worker/sgemm.cpp).
+# that is large enough to take OpenBLAS's vector kernels; and what our own library does (worker/sgemm.cpp): few rows by a
+# matrix that is not transposed, and by transposed ones of an odd length with enough work for two threads, of long columns, and
+# of many rows.
 TRY_BLAS = """
 import ctypes, sys
 with open("/proc/self/maps") as file:
@@ -67,11 +68,13 @@ with open("/proc/self/maps") as file:
 if any(path not in maps for path in sys.argv[1:]):
     sys.exit(1)
 number = ctypes.c_float
-ones = (number * 65536)(*[1.0] * 65536)
+ones = (number * 600000)(*[1.0] * 600000)
 multiply = ctypes.CDLL(None).cblas_sgemm
-for transposed, rows, columns, length in ((111, 64, 64, 64), (112, 7, 1000, 61)):
+shapes = (111, 64, 64, 64), (111, 5, 64, 64), (112, 7, 1000, 61), (112, 4, 131, 1701), (112, 300, 131, 1701)
+for transposed, rows, columns, length in shapes:
+    wide = max(length, columns if transposed == 111 else 0)
     product = (number * (rows * columns))()
-    multiply(101, 111, transposed, rows, columns, length, number(1), ones, 64, ones, 64, number(0), product, columns)
+    multiply(101, 111, transposed, rows, columns, length, number(1), ones, wide, ones, wide, number(0), product, columns)
     if set(product) != {length}:
         sys.exit(1)
 """

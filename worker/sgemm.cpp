@@ -16,6 +16,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -60,8 +61,8 @@ inline __m256 halved(Vector vector) { return vector; }
 // takes LEAST_PASS at least.
 constexpr long PIECE_BYTES = 20 << 10, PASS_BYTES = 512 << 10, LEAST_PASS = 32;
 
-// Multiplications that are worth waking another thread for.
-constexpr long WORTH_A_THREAD = 100000;
+// Multiplications that are worth waking another thread for, and columns that are worth copying the rows for.
+constexpr long WORTH_A_THREAD = 100000, WORTH_COPYING = 96;
 
 // Of columns that are not transposed: those of a head. Wider matrices are read in strips, which the memory does not like.
 constexpr int MOST_PLAIN_COLUMNS = 512;
@@ -231,20 +232,21 @@ typedef void Part(const Matrices &, int, int);
 void by_passes(Part *part, const Matrices &of, int from, int to) {
     static thread_local Scratch scratch;
     const long whole = (of.k + LANES - 1L) / LANES * LANES;
-    long most = PASS_BYTES / static_cast<long>(sizeof(float)) / whole;
-    if (most < LEAST_PASS) most = LEAST_PASS;
+    // Rows that lie a multiple of a page apart fall on the same lines of the nearest cache.
+    const long stride = whole * sizeof(float) % 4096 ? whole : whole + LANES;
+    const long most = std::max(PASS_BYTES / static_cast<long>(sizeof(float)) / whole, LEAST_PASS);
     const long passes = (of.rows + most - 1) / most, rows = ((of.rows + passes - 1) / passes + ROWS - 1) / ROWS * ROWS;
-    float *const copied = scratch.of((rows < of.rows ? rows : of.rows) * whole);
+    // A vector that begins anywhere lies in two lines of the cache. For few columns it costs more to copy the rows.
+    float *const copied = to - from < WORTH_COPYING ? nullptr : scratch.of(std::min<long>(rows, of.rows) * stride);
     for (long row = 0; row < of.rows; row += rows) {
         Matrices some = of;
-        some.rows = static_cast<int>(row + rows < of.rows ? rows : of.rows - row);
+        some.rows = static_cast<int>(std::min(rows, of.rows - row));
         some.a += row * of.lda;
         some.c += row * of.ldc;
         if (copied) {
-            // A vector that begins anywhere lies in two lines of the cache.
-            for (int r = 0; r < some.rows; r++) std::memcpy(copied + r * whole, some.a + r * of.lda, of.k * sizeof(float));
+            for (int r = 0; r < some.rows; r++) std::memcpy(copied + r * stride, some.a + r * of.lda, of.k * sizeof(float));
             some.a = copied;
-            some.lda = whole;
+            some.lda = stride;
         }
         part(some, from, to);
     }
@@ -252,21 +254,24 @@ void by_passes(Part *part, const Matrices &of, int from, int to) {
 
 // One product, its columns in stretches: the first ones long, the last ones short, so that all threads end together.
 struct Job {
-    static constexpr int MOST = 64;
+    static constexpr int MOST = 512;
     Part *part;
     Matrices of;
-    int stretches, ends[MOST];
+    // Read by helpers that do not know yet whether it is this job's.
+    std::atomic<int> stretches;
+    int ends[MOST];
 
-    Job(Part *part, const Matrices &of, int columns, int unit, int threads) : part(part), of(of), stretches(0) {
-        for (int at = 0; at < columns; ends[stretches++] = at) {
+    void prepare(Part *how, const Matrices &what, int columns, int unit, int threads) {
+        part = how;
+        of = what;
+        int count = 0, parts = std::min(8 * threads, MOST - 1), least = (columns + parts - 1) / parts;
+        for (int at = 0; at < columns; ends[count++] = at) {
             // A stretch begins with columns that nobody has fetched, so there should be few.
-            int share = static_cast<int>(2L * (columns - at) / (3 * threads)), least = columns / (8 * threads);
-            if (share < least) share = least;
-            at += stretches == MOST - 1 ? columns - at : (share + unit - 1) / unit * unit;
-            if (at > columns) at = columns;
+            int share = std::max(static_cast<int>(2L * (columns - at) / (3 * threads)), least);
+            at = std::min(columns, at + (share + unit - 1) / unit * unit);
         }
+        stretches.store(count, std::memory_order_relaxed);
     }
-    Job() = default;
 
     void carry_out(int stretch) const { by_passes(part, of, stretch ? ends[stretch - 1] : 0, ends[stretch]); }
 };
@@ -285,25 +290,28 @@ class Helpers {
         return wanted;
     }
 
-    // false: not done, they are another thread's just now.
-    bool carry_out(const Job &job) {
+    // The product of all columns, in whole blocks of `unit`. false: not done, they are another thread's just now.
+    bool carry_out(Part *part, const Matrices &of, int columns, int unit) {
         std::unique_lock<std::mutex> ours(one_at_a_time_, std::try_to_lock);
         if (!ours) return false;
         start();
         const uint64_t number = (next_.load(std::memory_order_relaxed) >> 32) + 1;
-        jobs_[number % RING] = job;
+        Job &job = jobs_[number % RING];
+        const long threads = static_cast<long>(columns) * of.k * of.rows / WORTH_A_THREAD;
+        job.prepare(part, of, columns, unit, static_cast<int>(std::min<long>(threads, count() + 1)));
         done_.store(0, std::memory_order_relaxed);
         next_.store(number << 32);
         calls_.fetch_add(1);
         if (asleep_.load() > 0) syscall(SYS_futex, &calls_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
         work();
-        for (int turns = 0; done_.load(std::memory_order_acquire) < job.stretches; turns++)
+        for (int turns = 0; done_.load(std::memory_order_acquire) < job.stretches.load(std::memory_order_relaxed); turns++)
             turns % 256 == 255 ? (void)sched_yield() : _mm_pause();
         return true;
     }
 
   private:
-    // Jobs are kept for so many more, so that a helper that comes late reads an old one and not half of another.
+    // So many jobs are kept, so that a helper that comes late seldom reads of another than it thinks. If it does, it takes
+    // nothing: next_ says by then that its job is over.
     static constexpr int RING = 64;
     // How often to look for the next product before sleeping: for a tenth of a millisecond or two.
     static constexpr int TURNS = 4000;
@@ -336,7 +344,7 @@ class Helpers {
         for (uint64_t next = next_.load(std::memory_order_acquire);;) {
             const Job &job = jobs_[(next >> 32) % RING];
             const int stretch = static_cast<int>(next & UINT32_MAX);
-            if (stretch >= job.stretches) return any;
+            if (stretch >= job.stretches.load(std::memory_order_relaxed)) return any;
             if (!next_.compare_exchange_weak(next, next + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
             job.carry_out(stretch);
             done_.fetch_add(1, std::memory_order_release);
@@ -369,16 +377,13 @@ extern "C" void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, i
                             const float *b, int ldb, float beta, float *c, int ldc) {
     static Sgemm *const next = reinterpret_cast<Sgemm *>(dlsym(RTLD_NEXT, "cblas_sgemm"));
     // A layer's bias is what its product is added to.
-    bool known = alpha == 1 && (beta == 0 || beta == 1) && order == ROW_MAJOR && trans_a == PLAIN &&
+    bool known = m > 0 && n > 0 && k > 0 && alpha == 1 && (beta == 0 || beta == 1) && order == ROW_MAJOR && trans_a == PLAIN &&
                  ((trans_b == TRANSPOSED && m <= MOST_ROWS) ||
                   (trans_b == PLAIN && m <= MOST_PLAIN_ROWS && n <= MOST_PLAIN_COLUMNS));
     if (!known) return next(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     const Matrices of = {a, b, c, lda, ldb, ldc, m, k, beta == 1};
     auto *const part = trans_b == TRANSPOSED ? transposed : plain;
-    if (static_cast<long>(n) * k * m >= 2 * WORTH_A_THREAD && Helpers::count() > 0) {
-        // Whole blocks.
-        const Job job(part, of, n, trans_b == TRANSPOSED ? COLUMNS : STRIP * LANES, Helpers::count() + 1);
-        if (helpers.carry_out(job)) return;
-    }
-    by_passes(part, of, 0, n);
+    const int unit = trans_b == TRANSPOSED ? COLUMNS : STRIP * LANES;
+    const bool many = static_cast<long>(n) * k * m >= 2 * WORTH_A_THREAD && Helpers::count() > 0;
+    if (!many || !helpers.carry_out(part, of, n, unit)) by_passes(part, of, 0, n);
 }

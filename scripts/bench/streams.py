@@ -3,9 +3,15 @@
 Sixteen streams at once against one alone on one worker; two one-thread workers against one, both given the same
 thirty-two requests at once. Prompts are read within the measured time. A and B alternate in one run, since only their
 ratio counts.
+
+A one-thread worker computes on one core and prepares the next operations on another meanwhile, which two of them on two
+cores cannot. So the two are compared once more with each worker confined to a core: what a worker is worth that has to
+live on its share.
 """
 
+import os
 from functools import partial
+from pathlib import Path
 
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.instances import demo
@@ -20,7 +26,7 @@ BOTH = 32
 
 def run(quick: bool) -> Report:
     """Measure; `quick` shortens it to a check that it works."""
-    rounds, tokens = (1, 8) if quick else (3, 64)
+    rounds, pairs, tokens = (1, 1, 8) if quick else (3, 5, 64)
     with demo() as one:
         load = Load(one, tokens)
         load(COUNTS[-1])
@@ -28,12 +34,16 @@ def run(quick: bool) -> Report:
     with demo("--threads", "1") as one, demo("--threads", "1", "--workers", "2") as two:
         loads = Load(one, tokens // 2), Load(two, tokens // 2)
         for warming in loads:
-            warming(2)
-        single, double = alternating(rounds, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+            warming(BOTH)
+        single, double = alternating(pairs, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+        for harness in (one, two):
+            confine(harness)
+        lone, both = alternating(pairs, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
     rates = dict(zip(COUNTS, found, strict=True))
     alone, many = rates[COUNTS[0]], rates[COUNTS[-1]]
     batching = [b / a for a, b in zip(alone, many, strict=True)]
     workers = [b / a for a, b in zip(single, double, strict=True)]
+    confined = [b / a for a, b in zip(lone, both, strict=True)]
     figures = [
         *(
             Figure(f"{count} streams, tokens/s" if count > 1 else "one stream, tokens/s", rates[count], "{:.1f}")
@@ -43,10 +53,19 @@ def run(quick: bool) -> Report:
         Figure(f"one one-thread worker, {BOTH} requests at once, tokens/s", single, "{:.1f}"),
         Figure("two one-thread workers, the same, tokens/s", double, "{:.1f}"),
         Figure("two workers / one", workers, "{:.2f}", least=1.85),
+        Figure("two workers / one, each worker on one core", confined, "{:.2f}"),
     ]
     line = Line("one worker, all cores", [(count, median(rates[count])) for count in COUNTS])
     plot = Plot("Throughput of one worker", "streams at once", "tokens per second", [line], log_x=True)
     return Report("streams", [table(f"Tokens per second, greedy, {tokens} tokens a reply", figures)], figures, [plot])
+
+
+def confine(harness: Harness) -> None:
+    """Give each worker of an instance a core of its own, as far as there are as many."""
+    cores = sorted(os.sched_getaffinity(0))
+    for number, process in enumerate(harness.processes("worker")):
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
 
 
 class Load:

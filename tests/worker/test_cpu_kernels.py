@@ -1,6 +1,7 @@
-"""The CPU's attention and softmax against mlx's own."""
+"""The CPU's attention, rotary embedding, norm and softmax against mlx's own."""
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -169,13 +170,45 @@ def test_norms_and_rotations_of_other_types_and_kinds_are_left_to_mlx(dtype: mx.
     for of, traditional in ((x, True), (x[0], False)):
         expected = cpu_kernels._mlx_rope(of, 8, traditional=traditional, **how)
         assert mx.array_equal(cpu_kernels.rope(of, 8, traditional=traditional, **how), expected)
+    # Its errors are mlx's too.
+    with pytest.raises(ValueError, match="rope"):
+        cpu_kernels.rope(x[:1], 8, traditional=False, base=10.0, scale=1.0, offset=mx.array([1, 2, 3]))
+    with pytest.raises(ValueError, match="rms_norm"):
+        cpu_kernels.rms_norm(x, weight[:1], 1e-5)
+    halves = mx.exp(mx.random.uniform(0, 9, (4,))).astype(mx.bfloat16)
+    expected = cpu_kernels._mlx_rope(x, 8, traditional=False, **how | {"base": None}, freqs=halves)
+    ours = cpu_kernels.rope(x, 8, traditional=False, **how | {"base": None}, freqs=halves)
+    assert mx.allclose(ours, expected, atol=1e-5)
+
+
+def test_layers_that_rotate_alike_share_their_frequencies(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_scaling"] = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = mlx_lm_0_32.load(tmp_path)
+    ropes = [layer.self_attn.rope for layer in model.layers]
+    assert len(ropes) > 1 and all(rope._freqs is ropes[0]._freqs for rope in ropes)
+    plain, _ = load_model(tmp_path)
+    for one in (model, plain):
+        one.set_dtype(mx.float32)
+    tokens = mx.array([[1, 2, 3, 250]])
+    assert mx.array_equal(model(tokens), plain(tokens))
 
 
 def test_a_model_with_all_of_them_says_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model(tiny_model)
     model.set_dtype(mx.float32)
     tokens = mx.array([[1, 2, 3, 250], [7, 8, 9, 10]])
+    # An engine of another test may have replaced them.
+    monkeypatch.setattr(mx.fast, "rope", cpu_kernels._mlx_rope)
+    monkeypatch.setattr(mx.fast, "rms_norm", cpu_kernels._mlx_rms_norm)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", theirs)
     expected = model(tokens)
+    mx.eval(expected)
     calls = []
     for name in ("rope", "rms_norm"):
         kernel = getattr(cpu_kernels, name)

@@ -77,6 +77,11 @@ for shape in itertools.product((1, 5, 40, 300), (5, 200, 700), (852, 853, 854, 2
     check(*shape)
 for shape in itertools.product((3, 8), (128, 512, 513), (2000,), (0, 3), (True,)):
     check(*shape)
+# Nothing by something, and something by nothing.
+for rows, columns, length in ((0, 5, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)):
+    c = np.ones((rows, max(columns, 1)), np.float32)
+    sgemm(wide(rows, max(length, 1), 0), wide(columns, max(length, 1), 0), c, rows, columns, length)
+    assert (c[:, :columns] == 0).all()
 print(worst)
 """
 
@@ -107,6 +112,7 @@ def test_what_it_does_not_do_goes_to_the_blas(environment: dict[str, str]) -> No
 
 
 BITS = MULTIPLY + """
+import os
 found = []
 for many, wide_by, flags in ((16, 700, (101, 111, 112)), (16, 128, (101, 111, 111))):
     turned = flags[2] == 111
@@ -123,14 +129,25 @@ for many, wide_by, flags in ((16, 700, (101, 111, 112)), (16, 128, (101, 111, 11
         part = np.zeros((many, columns), np.float32)
         sgemm(a, b, part, many, columns, 2000, flags=flags)
         assert (part == every[:, :columns]).all(), columns
+# Rows in passes: as many as are multiplied here at all.
+if "avx512dq" in open("/proc/cpuinfo").read() and os.environ["MANY"]:
+    a, b = wide(203, 1000, 0), wide(67, 1000, 0)
+    every = np.zeros((203, 67), np.float32)
+    sgemm(a, b, every, 203, 67, 1000)
+    for row in range(203):
+        one = np.zeros((1, 67), np.float32)
+        sgemm(a[row:row + 1], b, one, 1, 67, 1000)
+        assert (one == every[row]).all(), row
 print(hashlib.sha256(b"".join(found)).hexdigest())
 """
 
 
 def test_a_row_is_the_same_to_the_bit_beside_any_others_and_on_any_number_of_threads(
-    environment: dict[str, str],
+    environment: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    assert len({child(BITS, environment, OPENBLAS_NUM_THREADS=threads) for threads in ("1", "2", "3", "7")}) == 1
+    many = "" if "16 registers" in request.node.name else "rows"
+    made = {child(BITS, environment, OPENBLAS_NUM_THREADS=threads, MANY=many) for threads in ("1", "2", "3", "7", "70")}
+    assert len(made) == 1
 
 
 # Threads of ours that multiply at the same time, and helpers that get a core late or lose it: each product is checked by its
@@ -178,6 +195,36 @@ assert os.waitpid(child, 0)[1] == 0
 
 def test_threads_at_once_late_helpers_and_a_fork_lose_nothing(environment: dict[str, str]) -> None:
     child(TOGETHER, environment, OPENBLAS_NUM_THREADS="4")
+
+
+STRETCHES = """
+#include "SOURCE"
+#include <cstdio>
+int main() {
+    static Job job;
+    for (int columns : {1, 5, 6, 64, 192, 576, 1536, 49152, 151936})
+        for (int threads = 1; threads <= 128; threads++)
+            for (int unit : {COLUMNS, STRIP * LANES}) {
+                job.prepare(transposed, Matrices{}, columns, unit, threads);
+                int from = 0, widest = 0, count = job.stretches;
+                for (int i = 0; i < count; from = job.ends[i++]) {
+                    if (job.ends[i] <= from) return std::printf("empty: %d %d", columns, threads), 1;
+                    widest = std::max(widest, job.ends[i] - from);
+                }
+                if (from != columns) return std::printf("%d of %d columns", from, columns), 1;
+                if (widest > columns / threads + unit) return std::printf("%d of %d for %d", widest, columns, threads), 1;
+            }
+}
+"""
+
+
+def test_no_thread_gets_more_than_its_share_however_many_there_are(tmp_path: Path) -> None:
+    program = tmp_path / "stretches.cpp"
+    program.write_text(STRETCHES.replace("SOURCE", str(sgemm.SOURCE)))
+    flags = [flag for flag in sgemm.FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
+    subprocess.run(["g++", *flags, "-o", str(tmp_path / "stretches"), str(program), "-ldl"], check=True)
+    done = subprocess.run([str(tmp_path / "stretches")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 EDGES = MULTIPLY + """

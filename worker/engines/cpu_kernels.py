@@ -8,8 +8,8 @@ mlx has none of these kernels for CPUs. What stands in for attention multiplies 
 several share their keys, and its softmax calls exp for one element after the other. Here the heads of a group are one
 product, and exp is part of a compiled kernel, which is a vector loop (worker/device.py gives the compiler's flags).
 What stands in for the others is many small operations, and a decode step is thousands of these: building and handing
-them out takes as much of a core as a sixth of computing them. Here they are few, and what all layers would compute alike is
-computed once in a pass. Measured on two cores: docs/benchmarks.md, "What was tried".
+them out takes as much of a core as a sixth of computing them. Here they are few, and what layers would compute alike from the
+same arrays is computed once in a pass. Measured on two cores: docs/benchmarks.md, "What was tried".
 """
 
 import math
@@ -54,9 +54,20 @@ def prepare(progress: Callable[[str], None]) -> None:
 _shared: dict[tuple[Any, ...], tuple[Any, ...]] | None = None
 
 
+def in_passes(model: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """The model, each call of which is a pass of its own."""
+
+    def called(*of: Any, **how: Any) -> mx.array:
+        with one_pass():
+            return model(*of, **how)
+
+    return called
+
+
 @contextmanager
 def one_pass() -> Iterator[None]:
-    """One call of a model, in whose layers what is computed from the same arrays is the same."""
+    """One call of a model, in whose layers what is computed from the same arrays is the same. Not its evaluation: what is
+    shared would be held through it."""
     global _shared
     _shared = {}
     try:
@@ -122,7 +133,9 @@ def rope(
     freqs: mx.array | None = None, **others: Any,
 ) -> mx.array:  # fmt: skip
     """Rotary position embedding, as mx.fast.rope; x: (B, ..., L, D)."""
-    if traditional or others or x.dtype != mx.float32 or x.ndim != 4 or (base is None) == (freqs is None):
+    at_once = offset.size if isinstance(offset, mx.array) else 1
+    usual = x.dtype == mx.float32 and x.ndim == 4 and at_once in (1, x.shape[0]) and dims % 2 == 0 and dims <= x.shape[3]
+    if traditional or others or not usual or (base is None) == (freqs is None):
         return _mlx_rope(x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs, **others)
     if isinstance(offset, mx.array):
         cosines, sines = _once(_angles, x.shape[2], dims, base, scale, offset, freqs)
@@ -143,7 +156,7 @@ def _angles(
         offset = offset.reshape(-1, 1, 1, 1)
     positions = (mx.arange(length, dtype=mx.float32)[:, None] + offset) * scale
     if freqs is not None:
-        inverse = 1 / freqs
+        inverse = 1 / freqs.astype(mx.float32)
     else:
         assert base is not None
         inverse = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * (math.log(base) / (dims // 2)))
@@ -183,7 +196,7 @@ def _rotated(x: mx.array, cosines: mx.array, swapped: mx.array, sines: mx.array)
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **others: Any) -> mx.array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, as mx.fast.rms_norm."""
-    if weight is None or others or not x.dtype == weight.dtype == mx.float32:
+    if weight is None or others or not x.dtype == weight.dtype == mx.float32 or weight.shape != x.shape[-1:]:
         return _mlx_rms_norm(x, weight, eps, **others)
     return _normal(x.shape[-1], eps)(x, (x * x).sum(axis=-1, keepdims=True), weight)
 

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
-from worker.engines.cpu_kernels import logsumexp, one_pass
+from worker.engines.cpu_kernels import in_passes, logsumexp
 from worker.engines.grammar import RowGrammar, masked
 
 VERSION = "0.32.2"
@@ -99,7 +99,18 @@ def markup_rules(folder: Path, tokenizer: Any) -> MarkupRules:
 def load(folder: Path) -> nn.Module:
     """The model in `folder`, its weights still in the files. Raises whatever mlx-lm raises for what it cannot load."""
     model, _ = load_model(folder, lazy=True)
+    _share_frequencies(model)
     return model
+
+
+def _share_frequencies(model: nn.Module) -> None:
+    """One array for all layers that rotate alike, in place of one each of the same numbers, for the same reason as
+    _share_offsets()."""
+    kept: dict[tuple[Any, ...], mx.array] = {}
+    for _, module in model.named_modules():
+        frequencies = getattr(module, "_freqs", None)
+        if isinstance(frequencies, mx.array) and frequencies.dtype == mx.float32:
+            module._freqs = kept.setdefault(tuple(frequencies.tolist()), frequencies)
 
 
 def unpack_quantized(model: nn.Module) -> nn.Module:
@@ -233,8 +244,7 @@ class Decoding(generate.GenerationBatch):
         inputs = self._current_tokens
         needs = [self._needs[uid] for uid in self.uids]
         _share_offsets(self.prompt_cache)
-        with one_pass():
-            raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
+        raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
         logits, contexts = self._processed(raw, inputs, needs)
         if any(need.grammar for need in needs):
             logits = _constrained(logits, inputs if drawn else None, needs)
@@ -279,7 +289,7 @@ class Reading(generate.PromptProcessingBatch):
         self.needs = list(needs)
         self._stops = stops
         super().__init__(
-            model,
+            in_passes(model),
             [need.uid for need in needs],
             [make_prompt_cache(model) if cache is None else cache for cache in caches],
             # Copies: the lists grow as the rows do.
@@ -325,10 +335,9 @@ class Reading(generate.PromptProcessingBatch):
         _grow_by(self.prompt_cache, _whole_steps(unread + 1))
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        """Read each row's next tokens, in one pass."""
+        """Read each row's next tokens."""
         _share_offsets(self.prompt_cache)
-        with one_pass():
-            super().prompt(tokens)
+        super().prompt(tokens)
 
     def _copy(self) -> "Reading":
         copied = super()._copy()
