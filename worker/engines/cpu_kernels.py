@@ -15,6 +15,7 @@ same arrays is computed once in a pass. Measured on two cores: docs/benchmarks.m
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from worker import device, sgemm
 
 # What mlx's own stand-in gives to a place that is masked: finite, so that a row with nothing to see is even, not NaN.
 MASKED = mx.finfo(mx.float32).min
+
+# Queries whose attention is computed together.
+BLOCK = 128
 
 _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 _mlx_rope: Callable[..., mx.array] = mx.fast.rope
@@ -101,12 +105,62 @@ def attention(
     """
     if sinks is not None or others or not q.dtype == k.dtype == v.dtype == mx.float32:
         return _mlx_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **others)
+    length, width = q.shape[2], k.shape[2]
+    found = []
+    for block in _once(_blocks, mask, k.shape[1], length, width):
+        queries, keys, values = q, k, v
+        if len(block.queries) < length:
+            queries = q[:, :, block.queries.start : block.queries.stop]
+        if block.keys < width:
+            keys, values = k[:, :, : block.keys], v[:, :, : block.keys]
+        found.append(_attention(queries * scale, keys, values, block.bias))
+    return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Queries that are computed together, the first keys, which are all that they see, and what is added to their scores,
+    (B, groups, heads of a group, L, W) each of them or 1."""
+
+    queries: range
+    keys: int
+    bias: mx.array | None
+
+
+def _blocks(mask: str | mx.array | None, groups: int, length: int, width: int) -> list[_Block]:
+    """Few enough queries in each for their scores to stay in the caches; what lies past the last one of them, in a causal
+    mask, is not computed at all."""
+    causal = length > BLOCK and _is_causal(mask, length, width)
+    if isinstance(mask, str):
+        mask = mx.arange(width - length, width)[:, None] >= mx.arange(width)
+    blocks = []
+    for start in range(0, length, BLOCK):
+        queries = range(start, min(start + BLOCK, length))
+        keys = width - length + queries.stop if causal else width
+        bias = None
+        if mask is not None:
+            some = mask[..., start : queries.stop, :] if mask.shape[-2] == length else mask
+            bias = _bias(some[..., :keys] if mask.shape[-1] == width else some, groups)
+        blocks.append(_Block(queries, keys, bias))
+    return blocks
+
+
+def _is_causal(mask: str | mx.array | None, length: int, width: int) -> bool:
+    """Whether no query sees a key past its own. Computed: a mask that looks the part may be another."""
+    if not isinstance(mask, mx.array):
+        return mask is not None
+    if mask.dtype != mx.bool_ or mask.shape[-2:] != (length, width):
+        return False
+    later = mx.arange(width - length, width)[:, None] < mx.arange(width)
+    return not mx.any(mask & later).item()
+
+
+def _attention(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:
     batch, heads, length, width = *q.shape[:3], k.shape[2]
     groups = k.shape[1]
     together = (batch, groups, heads // groups * length)
-    scores = (q * scale).reshape(*together, -1) @ k.swapaxes(-1, -2)
-    if mask is not None:
-        bias = _once(_bias, mask, groups, length, width)
+    scores = q.reshape(*together, -1) @ k.swapaxes(-1, -2)
+    if bias is not None:
         if length == bias.shape[2] == 1:
             # One query: a group's heads are all that there is in the rows of its scores.
             scores = scores + bias[:, :, 0]
@@ -116,10 +170,8 @@ def attention(
     return ((weights @ v) / weights.sum(axis=-1, keepdims=True)).reshape(batch, heads, length, -1)
 
 
-def _bias(mask: str | mx.array, groups: int, length: int, width: int) -> mx.array:
+def _bias(mask: mx.array, groups: int) -> mx.array:
     """What is added to scores of (B, groups, heads of a group, L, W)."""
-    if isinstance(mask, str):
-        mask = mx.arange(width - length, width)[:, None] >= mx.arange(width)
     bias = mx.where(mask, 0.0, MASKED) if mask.dtype == mx.bool_ else mask
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     return mx.expand_dims(bias, 2) if bias.shape[1] == 1 else mx.unflatten(bias, 1, (groups, -1))
