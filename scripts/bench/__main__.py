@@ -31,6 +31,7 @@ MODULES = {
     "streams": "streams",
     "peers": "peers",
     "prefix": "prefix",
+    "sized": "sized",
 }
 
 

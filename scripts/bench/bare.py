@@ -1,6 +1,6 @@
 """A generator without a server round it, in a process of its own: `python -m scripts.bench.bare FOLDER SLOTS KIND`.
 
-Generates the same prompts over the same float32 weights. KIND generator: mlx-lm's BatchGenerator driven by nothing but a
+Generates the same prompts over the same weights, float32 on a CPU. KIND generator: mlx-lm's BatchGenerator driven by nothing but a
 loop, on mlx as it comes; engine: our engine driven by a loop, computing as in a worker. Everything that HTTP, broker and
 worker add is absent. Commands come line by line on stdin.
 """
@@ -20,7 +20,7 @@ from worker.engine import Committed, Ended, Prefilled
 from worker.engines.batched import BatchedEngine
 from worker.engines.weights import load_weights
 from worker.placement import plan
-from worker.plan import FLOAT32
+from worker.plan import FLOAT32, held_precision
 from worker.running import Running
 from worker.seat import Seat
 
@@ -46,8 +46,9 @@ class BareGenerator(Bare):
     """mlx-lm's BatchGenerator, loaded."""
 
     def __init__(self, folder: Path, slots: int) -> None:
+        precision = held_precision(FLOAT32, model_files.read(folder), 0, device.backend() == device.CPU)
         self._generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
-            load_weights(folder, FLOAT32, lambda _: None),
+            load_weights(folder, precision, lambda _: None),
             stop_tokens=[[token] for token in model_files.read(folder).eos_ids],
             completion_batch_size=slots,
             prefill_batch_size=PREFILL_BATCH,

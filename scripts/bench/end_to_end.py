@@ -5,6 +5,8 @@ BatchGenerator in a bare process, our engine in a bare process, and the whole po
 other processes use meanwhile, per token, where all sixteen tokens of a step come together as they do in real use.
 """
 
+from pathlib import Path
+
 from scripts.bench.bare_pair import BarePair
 from scripts.bench.goals import Figure, Report, table
 from scripts.bench.instances import demo, demo_folder
@@ -22,7 +24,7 @@ def run(quick: bool) -> Report:
         blas = (bare.blas(), harness.snapshot()["workers"][0]["blas"])
         if blas[0] != blas[1]:
             raise RuntimeError(f"the bare process has {blas[0]} and the worker {blas[1]}")
-        bench = EndToEnd(harness, bare, tokens)
+        bench = EndToEnd(harness, bare, tokens, demo_folder())
         for way in (bench.generator, bench.engine, bench.http):
             way()
         bench.used.clear()
@@ -46,11 +48,11 @@ def run(quick: bool) -> Report:
 class EndToEnd:
     """The three ways. Each takes prompts of its own, of the same kind; none is sent twice."""
 
-    def __init__(self, harness: Harness, bare: BarePair, tokens: int) -> None:
+    def __init__(self, harness: Harness, bare: BarePair, tokens: int, model: Path, rows: int = ROWS) -> None:
         from api.prompt import PromptSource
 
-        self._harness, self._bare, self._tokens = harness, bare, tokens
-        self._source = PromptSource(demo_folder())
+        self._harness, self._bare, self._tokens, self._rows = harness, bare, tokens, rows
+        self._source = PromptSource(model)
         self._asked = 0
         self.used: list[dict[str, float]] = []
 
@@ -64,9 +66,9 @@ class EndToEnd:
 
     def http(self) -> float:
         """The pool."""
-        asks = stories(self._next(), ROWS, self._tokens)
+        asks = stories(self._next(), self._rows, self._tokens)
         meters = {part: CpuMeter(*self._harness.processes(part)) for part in ("api", "broker")}
-        stage = drive(self._harness.url, asks, ROWS, temperature=0)
+        stage = drive(self._harness.url, asks, self._rows, temperature=0)
         spans = {part: meter.read() for part, meter in meters.items()}
         spans["client"] = Span(stage.client_cpu_s, stage.wall_s)
         tokens = sum(reply.tokens for reply in stage.replies)
@@ -78,12 +80,12 @@ class EndToEnd:
         return tokens_per_s(stage)
 
     def _bare_way(self, way: str) -> float:
-        prompts = [self._ids(ask.text) for ask in stories(self._next(), ROWS, self._tokens)]
+        prompts = [self._ids(ask.text) for ask in stories(self._next(), self._rows, self._tokens)]
         done = self._bare.ask(do=way, prompts=prompts, tokens=self._tokens)
         return float(done["tokens"] / done["wall_s"])
 
     def _next(self) -> int:
-        self._asked += ROWS
+        self._asked += self._rows
         return self._asked
 
     def _ids(self, text: str) -> list[int]:

@@ -28,9 +28,9 @@ def scripted(*flags: str, api_processes: int = 1) -> Iterator[Harness]:
 
 
 @contextmanager
-def demo(*flags: str) -> Iterator[Harness]:
-    """The demo model behind one API process."""
-    harness = Harness("--api-processes", "1", "--log-level", "warning", *flags, model=demo_folder())
+def demo(*flags: str, model: Path | None = None) -> Iterator[Harness]:
+    """The demo model, or another, behind one API process."""
+    harness = Harness("--api-processes", "1", "--log-level", "warning", *flags, model=model or demo_folder())
     try:
         harness.start()
         # Seconds on a quiet machine; a busy one makes the figures doubtful and not impossible.

@@ -44,7 +44,7 @@ def run(quick: bool) -> Report:
         figures = []
         for count, least in GOALS.items():
             mine, theirs = alternating(rounds, *(partial(way, count) for way in ways.values()))
-            figures += _compared(f"{count} streams" if count > 1 else "one stream", mine, theirs, least)
+            figures += compared(f"{count} streams" if count > 1 else "one stream", mine, theirs, least)
             if count == TOGETHER:
                 firsts = [(_p99(a), _p99(b)) for a, b in zip(mine, theirs, strict=True)]
         short = Load(max(2, tokens // 6))
@@ -56,7 +56,7 @@ def run(quick: bool) -> Report:
         Figure("mlx_lm.server, s", [b for _, b in firsts], "{:.2f}"),
         Figure("ours / mlx_lm.server", [a / b for a, b in firsts], "{:.2f}", most=0.7),
     ]
-    as_installed = _compared(f"{TOGETHER} streams", mine, plain, 10.0)
+    as_installed = compared(f"{TOGETHER} streams", mine, plain, 10.0)
     return Report(
         "peers",
         [
@@ -68,7 +68,8 @@ def run(quick: bool) -> Report:
     )
 
 
-def _compared(name: str, mine: list[Stage], theirs: list[Stage], least: float) -> list[Figure]:
+def compared(name: str, mine: list[Stage], theirs: list[Stage], least: float) -> list[Figure]:
+    """Tokens per second of both, and their ratio with its goal."""
     a, b = ([tokens_per_s(stage) for stage in stages] for stages in (mine, theirs))
     return [
         Figure(f"{name}, ours", a, "{:.1f}"),
@@ -98,9 +99,10 @@ class Load:
 class Peer:
     """One mlx_lm.server. Use as a context manager."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: installed or alike."""
+    def __init__(self, kind: str, model: Path | None = None) -> None:
+        """kind: installed or alike. model: which, as it is; None: the demo model, alike with float32 weights."""
         self._alike = kind == "alike"
+        self._model = model
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -109,10 +111,11 @@ class Peer:
     def __enter__(self) -> "Peer":
         self._folder = Path(tempfile.mkdtemp(prefix="millpond-peer-"))
         environment: Mapping[str, str] = plain_environment()
-        model = demo_folder()
+        model = self._model or demo_folder()
         if self._alike:
             environment = {**environment, **worker_environment(kernels=False)}
-            model = float32_copy(model, self._folder / "float32")
+            if self._model is None:
+                model = float32_copy(model, self._folder / "float32")
         self._pipe = DeathPipe()
         command = python(
             "-m", "mlx_lm", "server", "--model", str(model), "--port", str(self._port), "--log-level", "ERROR"

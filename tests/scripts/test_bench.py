@@ -56,3 +56,12 @@ def test_the_relay_is_measured_between_real_processes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "broker CPU per frame at half load" in done.stdout and "no gap in any run" in done.stdout
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_a_model_built_to_size_is_compared_on_whatever_device_there_is() -> None:
+    command = [sys.executable, "-m", "scripts.bench", "sized", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "HTTP / BatchGenerator, 16" in done.stdout and "16 streams, ours / mlx_lm.server" in done.stdout
