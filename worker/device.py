@@ -302,7 +302,10 @@ def _link(link: Path, target: Path) -> None:
 def _computes(environment: Mapping[str, str], libraries: Sequence[Path]) -> bool:
     """Whether a process with this environment has these libraries, multiplies matrices and lives."""
     command = [sys.executable, "-I", "-S", "-c", TRY_BLAS, *(str(path.resolve()) for path in libraries)]
-    done = subprocess.run(command, env=dict(environment), capture_output=True, check=False, timeout=PROBE_TIMEOUT_S)
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, check=False, timeout=PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return False
     return done.returncode == 0
 
 

@@ -66,7 +66,7 @@ class WorkerSettings:
     # The stall target decides how much is read at a time; this bounds the memory that one stretch needs.
     prefill_step: int = setting(integer(1, 65536), 2048, "most prompt tokens read between two decode steps")
     # A pause of half a second is seen but not taken for a hang. On the reference machine, where a step of 16 rows takes
-    # 0.13 s and any chunk 0.08 s more, prompts still get most of the time.
+    # 0.04 s and any chunk some hundredths more, prompts still get most of the time.
     decode_stall_ms: int = setting(
         integer(1, 60_000), 500, "how long reading a prompt may hold up running replies, in milliseconds"
     )

@@ -1,6 +1,7 @@
 """mlx-lm's generator and our engine, each in a bare process, for benchmarks to ask by turns.
 
-Owns what each process is given. Must never load mlx itself. Invariant: both have the same BLAS and as many threads.
+Owns what each process is given. Must never load mlx itself. Invariant: both have the same OpenBLAS and as many threads
+(what our own multiplication leaves it, in the engine's).
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """end_to_end: how much of the engine's own speed arrives at the clients of HTTP, at sixteen streams of the demo model.
 
-Three ways to generate the same prompts on the same float32 weights and BLAS, alternating in one run: mlx-lm's
+Three ways to generate the same prompts on the same float32 weights and OpenBLAS, alternating in one run: mlx-lm's
 BatchGenerator in a bare process, our engine in a bare process, and the whole pool through HTTP. Also what the pool's
 other processes use meanwhile, per token, where all sixteen tokens of a step come together as they do in real use.
 """

@@ -1,7 +1,8 @@
 """peers: the same work against mlx_lm.server of the installed mlx-lm, alternating in one run, with the demo model.
 
 The peer runs twice: as pip installs it (the model's own 4-bit weights, the BLAS that mlx-cpu links), and with the
-float32 weights and the OpenBLAS that Millpond's workers have, which leaves the servers and what they make of mlx. All
+float32 weights and the OpenBLAS that Millpond's workers have, which leaves the servers and what they make of mlx: our
+multiplication and kernels are ours alone. All
 get the same prompts, greedy, and every reply is checked to be whole.
 """
 
@@ -60,7 +61,7 @@ def run(quick: bool) -> Report:
     return Report(
         "peers",
         [
-            table(f"Tokens/s, both with float32 weights and the same BLAS, {tokens} tokens a reply", figures),
+            table(f"Tokens/s, both with float32 weights and OpenBLAS, {tokens} tokens a reply", figures),
             table(f"99th percentile of the time to the first token, {TOGETHER} streams arriving together", first),
             table(f"Tokens/s against mlx_lm.server as installed, {short.tokens} tokens a reply", as_installed),
         ],

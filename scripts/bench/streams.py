@@ -10,6 +10,8 @@ live on its share.
 """
 
 import os
+import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -36,9 +38,11 @@ def run(quick: bool) -> Report:
         for warming in loads:
             warming(BOTH)
         single, double = alternating(pairs, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
-        for harness in (one, two):
-            confine(harness)
-        lone, both = alternating(pairs, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
+        lone, both = [], []
+        if sys.platform == "linux":
+            for harness in (one, two):
+                confine(harness)
+            lone, both = alternating(pairs, lambda: loads[0](BOTH), lambda: loads[1](BOTH))
     rates = dict(zip(COUNTS, found, strict=True))
     alone, many = rates[COUNTS[0]], rates[COUNTS[-1]]
     batching = [b / a for a, b in zip(alone, many, strict=True)]
@@ -53,7 +57,7 @@ def run(quick: bool) -> Report:
         Figure(f"one one-thread worker, {BOTH} requests at once, tokens/s", single, "{:.1f}"),
         Figure("two one-thread workers, the same, tokens/s", double, "{:.1f}"),
         Figure("two workers / one", workers, "{:.2f}", least=1.85),
-        Figure("two workers / one, each worker on one core", confined, "{:.2f}"),
+        *([Figure("two workers / one, each worker on one core", confined, "{:.2f}")] if confined else []),
     ]
     line = Line("one worker, all cores", [(count, median(rates[count])) for count in COUNTS])
     plot = Plot("Throughput of one worker", "streams at once", "tokens per second", [line], log_x=True)
@@ -65,7 +69,9 @@ def confine(harness: Harness) -> None:
     cores = sorted(os.sched_getaffinity(0))
     for number, process in enumerate(harness.processes("worker")):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
+            # One may have ended meanwhile.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
 
 
 class Load:

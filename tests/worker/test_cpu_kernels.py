@@ -6,12 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model, save_config, save_model
 
 from worker import device
@@ -88,6 +92,40 @@ def test_a_block_of_queries_is_not_multiplied_with_keys_that_none_of_them_sees()
     q, k = mx.random.normal((1, 2, length, 8)), mx.random.normal((1, 1, width, 8))
     for mask in (padded, other, every):
         assert mx.allclose(own(q, k, k, scale=1.0, mask=mask), theirs(q, k, k, scale=1.0, mask=mask), atol=2e-5)
+
+
+def test_masks_that_nobody_passes_are_mlx_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "BLOCK", 4)
+    for length, width in ((9, 5), (6, 11), (1, 3)):
+        q, k = mx.random.normal((2, 4, length, 8)), mx.random.normal((2, 2, width, 8))
+        causal = mx.arange(width - length, width)[:, None] >= mx.arange(width)
+        sees = mx.any(causal, axis=-1)[None, None, :, None]
+        for mask in ("causal", causal, mx.arange(width) > 1, mx.random.normal((width,)), mx.ones((length, 1), mx.bool_)):
+            ours, expected = own(q, k, k, scale=1.0, mask=mask), theirs(q, k, k, scale=1.0, mask=mask)
+            assert mx.where(sees, mx.abs(ours - expected), 0.0).max().item() < 2e-5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KVCache(), lambda: RotatingKVCache(max_size=16), lambda: RotatingKVCache(max_size=16, keep=4),
+        lambda: BatchKVCache([3, 0]), lambda: BatchRotatingKVCache(16, [3, 0]),
+    ],
+)  # fmt: skip
+def test_each_cache_s_own_masks_in_blocks(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "BLOCK", 4)
+    mx.random.seed(3)
+    cache = make()
+    batch = cache.offset.size if isinstance(cache.offset, mx.array) else 1
+    # A prompt in two stretches, tokens one by one until a window has turned over, and once more a stretch.
+    for length in (9, 13, *[1] * 7, 11):
+        mask = create_attention_mask(mx.zeros((batch, length, 8)), cache)
+        q = mx.random.normal((batch, 4, length, 8))
+        k, v = cache.update_and_fetch(*(mx.random.normal((batch, 2, length, 8)) for _ in range(2)))
+        error = mx.abs(own(q, k, v, scale=0.5, mask=mask) - theirs(q, k, v, scale=0.5, mask=mask))
+        if isinstance(mask, mx.array):
+            error = mx.where(mx.any(mask, axis=-1, keepdims=True), error, mx.isnan(error).astype(mx.float32))
+        assert error.max().item() < 2e-5
 
 
 def test_great_scores_neither_overflow_nor_vanish() -> None:

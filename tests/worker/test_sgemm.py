@@ -32,7 +32,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def child(program: str, environment: dict[str, str], **more: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], env={**os.environ, **environment, **more}, capture_output=True,
-        text=True, check=False,
+        text=True, check=False, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -289,8 +289,9 @@ def test_without_a_compiler_that_can_the_blas_does_it_all(tmp_path: Path, compil
 def test_a_library_that_computes_wrongly_or_ends_the_process_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(device, "PROBE_TIMEOUT_S", 5.0)
     # The last is wrong in one element.
-    for body in ("__builtin_trap();", "if (m < 17) c[0] = 1; else PASSED_ON;", "PASSED_ON; if (m < 17) c[n - 1] = 1;"):
+    for body in ("__builtin_trap();", "if (m < 17) for (;;) __asm__(\"\");", "if (m < 17) c[0] = 1; else PASSED_ON;", "PASSED_ON; if (m < 17) c[n - 1] = 1;"):
         source = tmp_path / "sgemm.cpp"
         passed_on = body.replace("PASSED_ON", "next(o, ta, tb, m, n, k, al, a, la, b, lb, be, c, lc)")
         source.write_text(

@@ -8,7 +8,7 @@ mlx has none of these kernels for CPUs. What stands in for attention multiplies 
 several share their keys, and its softmax calls exp for one element after the other. Here the heads of a group are one
 product, and exp is part of a compiled kernel, which is a vector loop (worker/device.py gives the compiler's flags).
 What stands in for the others is many small operations, and a decode step is thousands of these: building and handing
-them out takes as much of a core as a sixth of computing them. Here they are few, and what layers would compute alike from the
+them out takes a third as long as multiplying does. Here they are few, and what layers would compute alike from the
 same arrays is computed once in a pass. Measured on two cores: docs/benchmarks.md, "What was tried".
 """
 
@@ -130,9 +130,11 @@ class _Block:
 def _blocks(mask: str | mx.array | None, groups: int, length: int, width: int) -> list[_Block]:
     """Few enough queries in each for their scores to stay in the caches; what lies past the last one of them, in a causal
     mask, is not computed at all."""
-    causal = length > BLOCK and _is_causal(mask, length, width)
+    causal = BLOCK < length <= width and _is_causal(mask, length, width)
     if isinstance(mask, str):
         mask = mx.arange(width - length, width)[:, None] >= mx.arange(width)
+    elif mask is not None and mask.ndim < 2:
+        mask = mask.reshape(1, -1)
     blocks = []
     for start in range(0, length, BLOCK):
         queries = range(start, min(start + BLOCK, length))
@@ -146,7 +148,8 @@ def _blocks(mask: str | mx.array | None, groups: int, length: int, width: int) -
 
 
 def _is_causal(mask: str | mx.array | None, length: int, width: int) -> bool:
-    """Whether no query sees a key past its own. Computed: a mask that looks the part may be another."""
+    """Whether no query sees a key past its own. Computed, since a mask that looks the part may be another; so not for a
+    long prompt within mx.compile."""
     if not isinstance(mask, mx.array):
         return mask is not None
     if mask.dtype != mx.bool_ or mask.shape[-2:] != (length, width):
