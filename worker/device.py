@@ -61,14 +61,14 @@ WAITS = {"OPENBLAS_THREAD_TIMEOUT": "18"}
 # matrix that is not transposed, and by transposed ones of an odd length with enough work for two threads, of long columns, and
 # of many rows.
 TRY_BLAS = """
-import ctypes, sys
+import array, ctypes, sys
 with open("/proc/self/maps") as file:
     maps = file.read()
 # What cannot be preloaded is passed over with a word on stderr.
 if any(path not in maps for path in sys.argv[1:]):
     sys.exit(1)
 number = ctypes.c_float
-ones = (number * 600000)(*[1.0] * 600000)
+ones = (number * 600000).from_buffer(array.array("f", [1.0]) * 600000)
 multiply = ctypes.CDLL(None).cblas_sgemm
 shapes = (111, 64, 64, 64), (111, 5, 64, 64), (112, 7, 1000, 61), (112, 4, 131, 1701), (112, 300, 131, 1701)
 for transposed, rows, columns, length in shapes:
@@ -236,8 +236,9 @@ def cpu_environment(
 def _blas_environment(home: Path, before: Mapping[str, str], own: Path | None) -> dict[str, str]:
     """Preloads the first OpenBLAS that computes on this machine, after our `own` library where that does too; {} without
     one: mlx's reference BLAS then does."""
-    fortran = str(_fortran_folder(home)) if openblas_libraries() else ""
-    for library in openblas_libraries():
+    found = openblas_libraries()
+    fortran = str(_fortran_folder(home)) if found else ""
+    for library in found:
         for libraries in ([own, library] if own else [library], [library]):
             preload = {
                 "LD_PRELOAD": _joined(":".join(map(str, libraries)), before.get("LD_PRELOAD")),

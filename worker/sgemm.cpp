@@ -121,33 +121,32 @@ inline __attribute__((always_inline)) void block(const Matrices &of, int row, in
     }
 }
 
+// The last rows, a block's at most, from `row` on.
+template <int C>
+inline __attribute__((always_inline)) void last_rows(const Matrices &of, int row, int column, const float *next, int from, int to) {
+    switch (of.rows - row) {
+        case 4: return block<4, C>(of, row, column, next, from, to);
+        case 3: return block<3, C>(of, row, column, next, from, to);
+        case 2: return block<2, C>(of, row, column, next, from, to);
+        case 1: return block<1, C>(of, row, column, next, from, to);
+    }
+}
+
 // All rows by C columns. next: see block(); or nullptr.
 template <int C>
 inline void columns(const Matrices &of, int column, const float *next) {
     const int to = next ? C : 0;
-    int row = 0;
-    if (of.rows > ROWS) {
-        // Each pass over the columns fetches a part of the next, so that the memory is never idle.
-        const int passes = (of.rows + ROWS - 1) / ROWS;
-        for (int from = 0, pass = 1; row + ROWS <= of.rows; row += ROWS, pass++) {
-            int until = to * pass / passes;
-            block<ROWS, C>(of, row, column, next, from, until);
-            from = until;
-        }
-        const int from = to * (passes - 1) / passes;
-        switch (of.rows - row) {
-            case 3: return block<3, C>(of, row, column, next, from, to);
-            case 2: return block<2, C>(of, row, column, next, from, to);
-            case 1: return block<1, C>(of, row, column, next, from, to);
-        }
-        return;
+    // Apart, with a number that the compiler knows: one block is much of what a decode step of few rows is.
+    if (of.rows <= ROWS) return last_rows<C>(of, 0, column, next, 0, to);
+    // Each pass over the columns fetches a part of the next, so that the memory is never idle.
+    const int passes = (of.rows + ROWS - 1) / ROWS;
+    int row = 0, from = 0;
+    for (int pass = 1; row + ROWS <= of.rows; row += ROWS, pass++) {
+        const int until = to * pass / passes;
+        block<ROWS, C>(of, row, column, next, from, until);
+        from = until;
     }
-    switch (of.rows) {
-        case 4: return block<4, C>(of, row, column, next, 0, to);
-        case 3: return block<3, C>(of, row, column, next, 0, to);
-        case 2: return block<2, C>(of, row, column, next, 0, to);
-        case 1: return block<1, C>(of, row, column, next, 0, to);
-    }
+    last_rows<C>(of, row, column, next, from, to);
 }
 
 // Long columns in pieces that stay in the nearest cache from one pass to the next, with those of the rows that go with them.
@@ -206,7 +205,7 @@ inline void strip(const Matrices &of, int column, int last) {
 void plain(const Matrices &of, int from, int to) {
     int column = from;
     for (; column + STRIP * LANES <= to; column += STRIP * LANES) strip<STRIP>(of, column, LANES);
-    for (; column < to; column += LANES) strip<1>(of, column, to - column < LANES ? to - column : LANES);
+    for (; column < to; column += LANES) strip<1>(of, column, std::min(to - column, LANES));
 }
 
 // Memory of a thread, for its rows.
@@ -290,15 +289,15 @@ class Helpers {
         return wanted;
     }
 
-    // The product of all columns, in whole blocks of `unit`. false: not done, they are another thread's just now.
-    bool carry_out(Part *part, const Matrices &of, int columns, int unit) {
+    // The product of all columns, in whole blocks of `unit`, for so many threads. false: not done, they are another thread's
+    // just now.
+    bool carry_out(Part *part, const Matrices &of, int columns, int unit, int threads) {
         std::unique_lock<std::mutex> ours(one_at_a_time_, std::try_to_lock);
         if (!ours) return false;
         start();
         const uint64_t number = (next_.load(std::memory_order_relaxed) >> 32) + 1;
         Job &job = jobs_[number % RING];
-        const long threads = static_cast<long>(columns) * of.k * of.rows / WORTH_A_THREAD;
-        job.prepare(part, of, columns, unit, static_cast<int>(std::min<long>(threads, count() + 1)));
+        job.prepare(part, of, columns, unit, threads);
         done_.store(0, std::memory_order_relaxed);
         next_.store(number << 32);
         calls_.fetch_add(1);
@@ -384,6 +383,7 @@ extern "C" void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, i
     const Matrices of = {a, b, c, lda, ldb, ldc, m, k, beta == 1};
     auto *const part = trans_b == TRANSPOSED ? transposed : plain;
     const int unit = trans_b == TRANSPOSED ? COLUMNS : STRIP * LANES;
-    const bool many = static_cast<long>(n) * k * m >= 2 * WORTH_A_THREAD && Helpers::count() > 0;
-    if (!many || !helpers.carry_out(part, of, n, unit)) by_passes(part, of, 0, n);
+    const long worth = static_cast<long>(n) * k * m / WORTH_A_THREAD;
+    const int threads = static_cast<int>(std::min<long>(worth, Helpers::count() + 1));
+    if (threads < 2 || !helpers.carry_out(part, of, n, unit, threads)) by_passes(part, of, 0, n);
 }

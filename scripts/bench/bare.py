@@ -46,10 +46,11 @@ class BareGenerator(Bare):
     """mlx-lm's BatchGenerator, loaded."""
 
     def __init__(self, folder: Path, slots: int) -> None:
-        precision = held_precision(FLOAT32, model_files.read(folder), 0, device.backend() == device.CPU)
+        found = model_files.read(folder)
+        precision = held_precision(FLOAT32, found, 0, device.backend() == device.CPU)
         self._generator = importlib.import_module("mlx_lm.generate").BatchGenerator(
             load_weights(folder, precision, lambda _: None),
-            stop_tokens=[[token] for token in model_files.read(folder).eos_ids],
+            stop_tokens=[[token] for token in found.eos_ids],
             completion_batch_size=slots,
             prefill_batch_size=PREFILL_BATCH,
             prefill_step_size=PREFILL_STEP,

@@ -45,7 +45,7 @@ def run(quick: bool) -> Report:
         figures = []
         for count, least in GOALS.items():
             mine, theirs = alternating(rounds, *(partial(way, count) for way in ways.values()))
-            figures += compared(f"{count} streams" if count > 1 else "one stream", mine, theirs, least)
+            figures += compared(count, mine, theirs, least)
             if count == TOGETHER:
                 firsts = [(_p99(a), _p99(b)) for a, b in zip(mine, theirs, strict=True)]
         short = Load(max(2, tokens // 6))
@@ -57,7 +57,7 @@ def run(quick: bool) -> Report:
         Figure("mlx_lm.server, s", [b for _, b in firsts], "{:.2f}"),
         Figure("ours / mlx_lm.server", [a / b for a, b in firsts], "{:.2f}", most=0.7),
     ]
-    as_installed = compared(f"{TOGETHER} streams", mine, plain, 10.0)
+    as_installed = compared(TOGETHER, mine, plain, 10.0)
     return Report(
         "peers",
         [
@@ -69,8 +69,9 @@ def run(quick: bool) -> Report:
     )
 
 
-def compared(name: str, mine: list[Stage], theirs: list[Stage], least: float) -> list[Figure]:
-    """Tokens per second of both, and their ratio with its goal."""
+def compared(streams: int, mine: list[Stage], theirs: list[Stage], least: float) -> list[Figure]:
+    """Tokens per second of both with so many streams, and their ratio with its goal."""
+    name = f"{streams} streams" if streams > 1 else "one stream"
     a, b = ([tokens_per_s(stage) for stage in stages] for stages in (mine, theirs))
     return [
         Figure(f"{name}, ours", a, "{:.1f}"),

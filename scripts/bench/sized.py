@@ -75,6 +75,5 @@ def _peers(model: Path, counts: tuple[int, ...], rounds: int, tokens: int) -> li
             way(2)
         for count in counts:
             mine, theirs = alternating(rounds, *(partial(way, count) for way in ways))
-            name = f"{count} streams" if count > 1 else "one stream"
-            figures += compared(name, mine, theirs, GOALS.get(count, GOALS[max(GOALS)]))
+            figures += compared(count, mine, theirs, GOALS.get(count, GOALS[max(GOALS)]))
     return figures

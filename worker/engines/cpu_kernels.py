@@ -58,16 +58,6 @@ def prepare(progress: Callable[[str], None]) -> None:
 _shared: dict[tuple[Any, ...], tuple[Any, ...]] | None = None
 
 
-def in_passes(model: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """The model, each call of which is a pass of its own."""
-
-    def called(*of: Any, **how: Any) -> mx.array:
-        with one_pass():
-            return model(*of, **how)
-
-    return called
-
-
 @contextmanager
 def one_pass() -> Iterator[None]:
     """One call of a model, in whose layers what is computed from the same arrays is the same. Not its evaluation: what is
@@ -132,7 +122,7 @@ def _blocks(mask: str | mx.array | None, groups: int, length: int, width: int) -
     mask, is not computed at all."""
     causal = BLOCK < length <= width and _is_causal(mask, length, width)
     if isinstance(mask, str):
-        mask = mx.arange(width - length, width)[:, None] >= mx.arange(width)
+        mask = _causal(length, width)
     elif mask is not None and mask.ndim < 2:
         mask = mask.reshape(1, -1)
     blocks = []
@@ -154,8 +144,12 @@ def _is_causal(mask: str | mx.array | None, length: int, width: int) -> bool:
         return mask is not None
     if mask.dtype != mx.bool_ or mask.shape[-2:] != (length, width):
         return False
-    later = mx.arange(width - length, width)[:, None] < mx.arange(width)
-    return not mx.any(mask & later).item()
+    return not mx.any(mask & ~_causal(length, width)).item()
+
+
+def _causal(length: int, width: int) -> mx.array:
+    """(L, W): the last query sees all keys, and each one before it one less."""
+    return mx.arange(width - length, width)[:, None] >= mx.arange(width)
 
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, bias: mx.array | None) -> mx.array:

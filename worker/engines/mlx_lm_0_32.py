@@ -25,7 +25,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.utils import _tokenizer_defaults, dequantize_model, load_model
 
-from worker.engines.cpu_kernels import in_passes, logsumexp
+from worker.engines.cpu_kernels import logsumexp, one_pass
 from worker.engines.grammar import RowGrammar, masked
 
 VERSION = "0.32.2"
@@ -243,7 +243,6 @@ class Decoding(generate.GenerationBatch):
         self._current_tokens, self._current_logprobs = self._next_tokens, drawn
         inputs = self._current_tokens
         needs = [self._needs[uid] for uid in self.uids]
-        _share_offsets(self.prompt_cache)
         raw = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
         logits, contexts = self._processed(raw, inputs, needs)
         if any(need.grammar for need in needs):
@@ -289,7 +288,7 @@ class Reading(generate.PromptProcessingBatch):
         self.needs = list(needs)
         self._stops = stops
         super().__init__(
-            in_passes(model),
+            _in_passes(model),
             [need.uid for need in needs],
             [make_prompt_cache(model) if cache is None else cache for cache in caches],
             # Copies: the lists grow as the rows do.
@@ -334,11 +333,6 @@ class Reading(generate.PromptProcessingBatch):
         """The same in all layers, as part of the next prompt()."""
         _grow_by(self.prompt_cache, _whole_steps(unread + 1))
 
-    def prompt(self, tokens: list[list[int]]) -> None:
-        """Read each row's next tokens."""
-        _share_offsets(self.prompt_cache)
-        super().prompt(tokens)
-
     def _copy(self) -> "Reading":
         copied = super()._copy()
         copied.needs, copied._stops = list(self.needs), self._stops
@@ -357,6 +351,17 @@ class Reading(generate.PromptProcessingBatch):
         """The rows with their prompts' last tokens, ready to decode; this batch is used up."""
         _grow_by(self.prompt_cache, FIRST_COLUMNS)
         return Decoding(self.needs, self._stops, self.model, mx.array(last), self.prompt_cache, self.tokens)
+
+
+def _in_passes(model: nn.Module) -> Callable[..., mx.array]:
+    """The model as mlx-lm's batches call it, each call of it a pass in which all layers share what they can."""
+
+    def called(tokens: mx.array, cache: Cache) -> mx.array:
+        _share_offsets(cache)
+        with one_pass():
+            return model(tokens, cache=cache)
+
+    return called
 
 
 def _share_offsets(cache: Cache) -> None:
